@@ -1,0 +1,31 @@
+"""Ropeway: an LLM serving engine whose batch never stops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ropeway.request import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from ropeway.llm import LLM, AsyncLLM
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "FinishReason",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprob",
+    "__version__",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``LLM`` and ``AsyncLLM`` bring torch, so they are imported at first use."""
+    if name in ("LLM", "AsyncLLM"):
+        from ropeway import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'ropeway' has no attribute {name!r}")

@@ -1,0 +1,318 @@
+"""What every device offers: memory, an ordered stream, storage for keys and values, and about a dozen
+kernels. ``devices.reference`` implements all of it in plain PyTorch and is the oracle of the others.
+
+Activations are float32 at every kernel's border. A weight's layout decides how a product is computed:
+``fp32`` in float32; ``bf16``/``fp16`` with inputs rounded to that type and float32 sums (fp16: inputs stay
+float32); ``int8``/``int4`` with inputs quantised per row and group to int8, exact integer sums inside a
+group, float32 across groups. So two devices agree up to the order of float32 additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Layout = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+KVDtype = Literal["fp32", "bf16"]
+
+# --------------------------------------------------------------------------- weights as files give them
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A tensor in float32, bfloat16 or float16; a view of the mapped file where possible."""
+
+    data: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def dequantize(self) -> Tensor:
+        return self.data.float()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTensor:
+    """A matrix quantised in groups along its rows: ``value = scale * code + minimum``, exactly (in float32,
+    the product rounded once, the sum once).
+
+    ``bits`` 4 without minimums: codes in [-8, 7]; with minimums: [0, 15]. ``bits`` 8: [-128, 127].
+    """
+
+    codes: Tensor
+    """int8 [n, k]."""
+    scales: Tensor
+    """float16 or float32 [n, k / group]."""
+    minimums: Tensor | None
+    """Like ``scales``, or None."""
+    group: int
+    """16 or 32."""
+    bits: Literal[4, 8]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    def dequantize(self) -> Tensor:
+        """float32 [n, k]."""
+        n, k = self.codes.shape
+        values = self.codes.view(n, -1, self.group).float() * self.scales.float()[:, :, None]
+        if self.minimums is not None:
+            values = values + self.minimums.float()[:, :, None]
+        return values.view(n, k)
+
+
+HostTensor = DenseTensor | GroupedTensor
+
+
+class Weight(Protocol):
+    """A matrix [n, k] packed for a device's ``linear`` and ``gather``; opaque but for these."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+# --------------------------------------------------------------------------- a step, as kernels see it
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Positions and memory of one step's rows. Row r holds tokens [query_start[r], query_start[r + 1]).
+
+    All int32, on the device. Entries of a block table past its row's length are undefined.
+    """
+
+    positions: Tensor
+    """[tokens]: absolute position of every token."""
+    query_start: Tensor
+    """[rows + 1]."""
+    kv_lengths: Tensor
+    """[rows]: keys visible to the row's last token, that token included."""
+    block_tables: Tensor
+    """[rows, blocks]: block of positions [i * block_size, (i + 1) * block_size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """Parameters of every sampled row, as columns on the device, and where its token history lies.
+
+    Row i's history is ``tokens[slots[i], :lengths[i]]``: ``prompt_lengths[i]`` prompt tokens, then output.
+    """
+
+    temperature: Tensor
+    """float32 [s]; 0 is greedy (the lowest id wins a tie)."""
+    top_k: Tensor
+    """int32 [s]; 0 keeps all."""
+    top_p: Tensor
+    """float32 [s]."""
+    min_p: Tensor
+    """float32 [s]."""
+    repetition_penalty: Tensor
+    """float32 [s]; 1 is off."""
+    presence_penalty: Tensor
+    """float32 [s]."""
+    frequency_penalty: Tensor
+    """float32 [s]."""
+    seeds: Tensor
+    """int64 [s]: key of the random stream; the counter is ``lengths``."""
+    tokens: Tensor
+    """int32 [slots, positions]."""
+    slots: Tensor
+    """int32 [s]."""
+    prompt_lengths: Tensor
+    """int32 [s]."""
+    lengths: Tensor
+    """int32 [s]: tokens known, which is the position being sampled."""
+    bias_start: Tensor
+    """int32 [s + 1]: row i's biases are entries [bias_start[i], bias_start[i + 1])."""
+    bias_ids: Tensor
+    """int32: token ids."""
+    bias_values: Tensor
+    """float32: added to the logit; -inf masks it."""
+    top_logprobs: Tensor
+    """int32 [s]: how many of the likeliest tokens to report; -1: no log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What ``sample`` returns, on the device."""
+
+    token_ids: Tensor
+    """int32 [s]."""
+    logprobs: Tensor | None
+    """float32 [s] of the chosen tokens; None when no row asked."""
+    top_ids: Tensor | None
+    """int32 [s, k], k = the largest ``top_logprobs``; rows that asked for fewer have them all the same."""
+    top_logprobs: Tensor | None
+    """float32 [s, k]."""
+
+
+class AttentionPlan(Protocol):
+    """Work of one step, planned once and used by every layer; opaque."""
+
+
+class KVCache(Protocol):
+    """Keys and values of all layers in fixed-size blocks; the layout inside is the device's own."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Kernels(Protocol):
+    """Pure functions: they read their arguments and return new tensors; only ``write_kv`` writes, to the
+    cache. x is float32 and contiguous, [tokens, features] unless said otherwise. Empty batches are allowed.
+    """
+
+    def gather(self, table: Weight, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (int32 [t]) of an [n, k] table of any layout -> float32 [t, k]."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [t, k] times weight [n, k] transposed, plus bias (float32 [n]) -> float32 [t, n]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension (any leading ones); weight float32.
+
+        Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        ...
+
+    def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Rotate x [t, heads, d] by position; table float32 [max_position, 2, r / 2]: cos, then sin, of the
+        r <= d rotated features. Feature i turns with i + r / 2 (the "neox" pairing).
+
+        Source: Su et al., "RoFormer", 2021, section 3.4."""
+        ...
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        ...
+
+    def plan_attention(self, cache: KVCache, shape: StepShape) -> AttentionPlan:
+        """Work of a step over ``cache``; the same for all layers."""
+        ...
+
+    def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+        """Store k, v (float32 [t, kv_heads, d]) of the step's tokens at their positions' places."""
+        ...
+
+    def attention(
+        self, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Causal attention of q (float32 [t, heads, d]) over the cache *as stored*, this step's own keys
+        included -> float32 [t, heads, d]. With ``window`` w, position p sees keys (p - w, p]. Slots
+        outside the visible positions are never read into a result, whatever they hold."""
+        ...
+
+    def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
+        """Choose a token per row of logits (float32 [s, vocabulary], not modified).
+
+        In this order: penalties and biases; log-probabilities are taken here; temperature; top-k;
+        top-p and min-p over what is left (at least one token stays); then the token whose cumulated
+        probability, in id order, first passes u in [0, 1), u = philox(seed, position)."""
+        ...
+
+
+# --------------------------------------------------------------------------- the device itself
+
+
+class Event(Protocol):
+    """Completion of something submitted to a stream."""
+
+    def wait(self) -> None:
+        """Return when done; raise what the work raised."""
+        ...
+
+
+class Stream(Protocol):
+    """Work in order. ``submit`` returns at once; an exception in the work is raised by its event's wait."""
+
+    def submit(self, work: Callable[[], Any]) -> Event: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the device's memory (on a CPU within the control group's limit, if there is one)."""
+
+    total: int
+    available: int
+
+
+class Device(Protocol):
+    name: str
+    kernels: Kernels
+    stream: Stream
+
+    def memory(self) -> Memory: ...
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """A host array as a device tensor; on a CPU the same memory."""
+        ...
+
+    def download(self, tensor: Tensor) -> NDArray[Any]:
+        """A device tensor as a host array, after all work before."""
+        ...
+
+    def pack(self, tensor: HostTensor) -> Weight:
+        """Pack a matrix [n, k] for ``linear`` and ``gather``."""
+        ...
+
+    def vector(self, tensor: HostTensor) -> Tensor:
+        """A float32 vector on the device: a norm's weight, a bias."""
+        ...
+
+    def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
+        """Bytes of one block over all layers."""
+        ...
+
+    def kv_cache(
+        self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
+    ) -> KVCache:
+        """Storage for keys and values; raises ``OutOfMemory``."""
+        ...
+
+    def report(self) -> dict[str, str]:
+        """For ``ropeway doctor``: what was chosen on this machine and why."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def philox_uniform(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """u in [0, 1) with 24 random bits per (seed, counter): the first word of Philox4x32-10.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011."""
+    mask = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    c0, c1 = counters & mask, counters >> shift
+    c2 = np.zeros_like(c0)
+    c3 = np.zeros_like(c0)
+    k0, k1 = seeds & mask, seeds >> shift
+    for _ in range(10):
+        p0 = c0 * np.uint64(0xD2511F53)
+        p1 = c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
+        k0 = (k0 + np.uint64(0x9E3779B9)) & mask
+        k1 = (k1 + np.uint64(0xBB67AE85)) & mask
+    return ((c0 >> np.uint64(8)).astype(np.float32)) * np.float32(2.0**-24)
+
+

@@ -1,0 +1,51 @@
+"""What a settled step tells the outside: its tokens as columns, and the events in it.
+
+msgspec structs, so the same object serves in process and over a socket."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ropeway.request import FinishReason
+
+
+class LogprobColumns(msgspec.Struct, frozen=True, eq=False):
+    """Log-probabilities of those sampled tokens that asked for them."""
+
+    row: np.ndarray
+    """int32 [m]: index into the tokens they belong to."""
+    chosen: np.ndarray
+    """float32 [m]."""
+    top_ids: np.ndarray
+    """int32 [m, k]: most likely first; k is the largest asked for in the step."""
+    top: np.ndarray
+    """float32 [m, k]."""
+
+
+class Finished(msgspec.Struct, frozen=True):
+    id: int
+    reason: FinishReason
+    end_token: int | None = None
+    """The end token or stop token id met, the last one of the output."""
+    error: str | None = None
+    """For ``FinishReason.ERROR``: what happened."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A request's first token is in this message."""
+
+    id: int
+    cached_tokens: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
+    """The tokens of one settled step, and what happened in it."""
+
+    ids: np.ndarray
+    """int64 [m]: internal request ids."""
+    tokens: np.ndarray
+    """int32 [m]."""
+    finished: list[Finished] = []
+    started: list[Started] = []
+    logprobs: LogprobColumns | None = None

@@ -1,0 +1,73 @@
+"""What a scheduler hands to an executor, and what comes back.
+
+A plan is *columns*: one numpy array per property, one entry per row. A row is some consecutive positions
+of one request: a chunk of its prompt, or its next token; nothing tells the two apart. Objects appear only
+for events (a request takes a seat). The device keeps a row of its own for every slot (token ids, block
+table, sampling parameters), so a plan says only what changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.outcome import LogprobColumns
+from ropeway.request import SamplingParams
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """A request takes a slot. Sent once per seating; the device row is reset before the step's forward."""
+
+    slot: int
+    token_ids: Ints
+    """int32 [n]: prompt and the output known so far. Later ones the device writes itself."""
+    prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """64-bit key of the request's random stream."""
+    end_ids: tuple[int, ...]
+    """Masked until ``params.min_tokens`` tokens exist."""
+    blocks: Ints
+    """int32: blocks found in the prefix cache, in position order; its block table starts with them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One step. Rows are in batch order; seats are applied first."""
+
+    seq: int
+    """Steps are numbered without gaps; they run in this order."""
+    request: NDArray[np.int64]
+    """int64 [rows]: internal request ids, for the host's own use at settle."""
+    slot: Ints
+    """int32 [rows]: each slot at most once."""
+    start: Ints
+    """int32 [rows]: position of the row's first token."""
+    count: Ints
+    """int32 [rows]: the row computes positions [start, start + count)."""
+    samples: NDArray[np.bool_]
+    """bool [rows]: whether the token for position start + count is sampled."""
+    new_blocks: Ints
+    """int32 [sum(new_block_count)]: appended to the rows' block tables, in row order."""
+    new_block_count: Ints
+    """int32 [rows]."""
+    seats: tuple[Seat, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.count.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """The sampled tokens of one plan."""
+
+    token_ids: Ints
+    """int32 [samples.sum()]: one per sampling row, in row order."""
+    logprobs: LogprobColumns | None = None
+    """``row`` indexes ``token_ids``."""

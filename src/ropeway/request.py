@@ -1,0 +1,239 @@
+"""What a request is: its sampling parameters, its life in the scheduler, and its output.
+
+Shared by every floor; imports neither torch nor anything of Ropeway but the errors."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+"""Largest ``logprobs`` (OpenAI's limit for ``top_logprobs``)."""
+MAX_N = 128
+"""Largest ``n`` (OpenAI's limit)."""
+MAX_STOP = 16
+"""Largest number of stop strings."""
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """An end token, a stop token id or a stop string."""
+    LENGTH = "length"
+    """``max_tokens``, or the context is full."""
+    ABORT = "abort"
+    """The client went away or cancelled."""
+    ERROR = "error"
+    """The engine failed."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens and when to stop. Names and meanings are those of the OpenAI API and of vLLM.
+
+    Raises ``InvalidRequest`` (naming the field) on construction when a value is out of range.
+    """
+
+    n: int = 1
+    """Number of completions of the prompt."""
+    temperature: float = 1.0
+    """0 is greedy; below 1e-3 too, where float32 softmax is a point mass in all but exact ties."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, section 4.1)."""
+    presence_penalty: float = 0.0
+    """Subtracted from logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> value in [-100, 100] added to its logit; -100 bans the token."""
+    seed: int | None = None
+    """Same seed, same request: same tokens. None draws one."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: up to the context."""
+    min_tokens: int = 0
+    """End tokens and stop token ids are masked, stop strings ignored, before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Text that ends the completion; cut before it unless ``include_stop_str_in_output``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the completion like the model's own; honoured under ``ignore_eos`` too."""
+    ignore_eos: bool = False
+    """Every end token of the model (all of generation_config's too) is an ordinary token."""
+    logprobs: int | None = None
+    """None: none; k >= 0: of each chosen token and of the k most likely, after penalties, bias and masks,
+    before temperature and truncation."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, MAX_N)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower one or raise the other",
+                param="min_tokens",
+            )
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP:
+            raise InvalidRequest(f"{len(self.stop)} stop strings; the limit is {MAX_STOP}", param="stop")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest("a stop string must be non-empty text", param="stop")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0, 2**31 - 1)
+            _real("logit_bias", bias, -100.0, 100.0)
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-3
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ``InvalidRequest`` for a token id outside the model's vocabulary of ``size`` ids."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            worst = max(ids, default=-1)
+            if worst >= size:
+                raise InvalidRequest(
+                    f"{name} names token id {worst}; this model's ids go from 0 to {size - 1}", param=name
+                )
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number, not {value!r}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=name)
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
+    if not low <= value <= high or (open_low and value == low):
+        bound = "above" if open_low else "at least"
+        raise InvalidRequest(f"{name} is {value}; it must be {bound} {low} and at most {high}", param=name)
+
+
+class Gate:
+    """What a waiting request waits for before it may be seated: a sibling's prefill, an arriving prefix,
+    a compiled grammar. A gate holds no device blocks. It opens once and stays open."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = False
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion in the scheduler, which owns the only copy of this truth.
+
+    While the request is seated its tokens live in the scheduler's columns; ``tokens`` is brought up to
+    date when it leaves its seat.
+    """
+
+    id: int
+    """Unique within the engine, never reused; what clients call the request is not its identity."""
+    tokens: NDArray[np.int32]
+    """Prompt and the output known so far."""
+    prompt_tokens: int
+    """Length of the prompt: where the output begins, whatever has been recomputed."""
+    params: SamplingParams
+    limit: int
+    """Most tokens this sequence may have in all: min(prompt + max_tokens, context)."""
+    end_ids: tuple[int, ...] = ()
+    """Token ids that end it: the model's (unless ``ignore_eos``) and ``stop_token_ids``."""
+    seed: int = 0
+    """64-bit key of its random stream."""
+    keys: list[bytes] | None = None
+    """Prefix-cache keys: the root (tenant, adapter), then one per leading full block known so far.
+    None: its blocks are not shared."""
+    order: int = 0
+    """Place in the queue; kept over preemptions."""
+    leader: Request | None = None
+    """For n > 1: the sibling whose prefill this one shares; its gate opens with that prefill's end."""
+    gate: Gate | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when it was first seated."""
+    preemptions: int = 0
+    slot: int = -1
+    """Its seat, or -1."""
+    unsettled: int = 0
+    """Steps in flight that hold a row of it."""
+    finish: FinishReason | None = None
+    followers: list[Gate] = field(default_factory=list)
+    """Gates that open when this request's prompt has been computed, or when it ends."""
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token and of the likeliest ones at its position."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """(token id, log-probability), most likely first."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One of the ``n`` completions of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the id of the token, that ended it."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What ``LLM.generate`` returns for one prompt. The first completion's fields are at hand directly."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason

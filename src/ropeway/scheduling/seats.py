@@ -1,0 +1,127 @@
+"""The running requests as columns: one numpy array per counter, one entry per slot."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.request import Request
+
+Slots = NDArray[np.int64]
+_NEVER = np.iinfo(np.int64).max
+
+
+class Seats:
+    """Counters of the seated requests. Positions of a sequence, and what is known of them:
+
+        0 ........ prompt ........ computed ......... length ......... limit
+        [ KV submitted            )[ known to the host )
+                                    ^ a decode has computed >= goal: its next input id is on the device
+
+    ``computed`` rises when a step is planned, ``length`` when it is settled.
+    """
+
+    def __init__(self, slots: int, max_len: int, block_size: int) -> None:
+        def column(fill: int = 0) -> NDArray[np.int64]:
+            return np.full(slots, fill, dtype=np.int64)
+
+        max_blocks = -(-max_len // block_size)
+        self.request_id = column(-1)
+        self.order = column()
+        """Place in the policy's order; lower goes first."""
+        self.length = column()
+        self.computed = column()
+        self.goal = column()
+        """Tokens known when seated; up to here input ids are chunks of known tokens."""
+        self.limit = column()
+        self.last = column()
+        """limit - 1: positions below it are computed; the last token's keys and values are never needed."""
+        self.prompt = column()
+        self.blocks_held = column()
+        self.published = column()
+        """Leading blocks already published (or past all, when nothing is to be)."""
+        self.unsettled = column()
+        self.served = column()
+        """Number of the last plan with a row of it."""
+        self.protected = np.zeros(slots, dtype=np.bool_)
+        """Preempted so often that it is no victim any more."""
+        self.tokens: NDArray[np.int32] = np.empty((slots, max_len), dtype=np.int32)
+        self.blocks: NDArray[np.int32] = np.empty((slots, max_blocks), dtype=np.int32)
+        self.end_ids: NDArray[np.int32] = np.full((slots, 4), -1, dtype=np.int32)
+        self.requests: list[Request | None] = [None] * slots
+        self.ranked: Slots = np.empty(0, dtype=np.int64)
+        """Seated slots in policy order; replaced, never changed in place."""
+        self.prefilling = 0
+        """Seated requests with computed < goal."""
+        self._free = list(range(slots - 1, -1, -1))
+        self._block_size = block_size
+
+    @property
+    def taken(self) -> int:
+        return len(self.ranked)
+
+    @property
+    def vacant(self) -> int:
+        return len(self._free)
+
+    def seat(self, request: Request, blocks: list[int], *, protected: bool) -> int:
+        """Give the request a slot, its first ``blocks`` already holding computed keys and values."""
+        slot = self._free.pop()
+        length = len(request.tokens)
+        request.slot = slot
+        self.requests[slot] = request
+        self.request_id[slot] = request.id
+        self.order[slot] = request.order
+        self.length[slot] = self.goal[slot] = length
+        self.computed[slot] = len(blocks) * self._block_size
+        self.limit[slot] = request.limit
+        self.last[slot] = request.limit - 1
+        self.prompt[slot] = request.prompt_tokens
+        self.blocks_held[slot] = len(blocks)
+        self.published[slot] = _NEVER if request.keys is None else len(blocks)
+        self.unsettled[slot] = 0
+        self.protected[slot] = protected
+        self.tokens[slot, :length] = request.tokens
+        self.blocks[slot, : len(blocks)] = blocks
+        self._set_end_ids(slot, request.end_ids)
+        self.prefilling += 1
+        self._rank()
+        return slot
+
+    def unseat(self, slot: int) -> Request:
+        """Take the slot back; the request carries its tokens and steps in flight on. Its blocks are the
+        caller's to release, and must be read before."""
+        request = self.requests[slot]
+        assert request is not None
+        request.tokens = self.tokens[slot, : self.length[slot]].copy()
+        request.unsettled = int(self.unsettled[slot])
+        request.slot = -1
+        self.prefilling -= int(self.computed[slot] < self.goal[slot])
+        self.requests[slot] = None
+        self.request_id[slot] = -1
+        self._free.append(slot)
+        self._rank()
+        return request
+
+    def held(self, slot: int) -> list[int]:
+        """Block table of a slot."""
+        held: list[int] = self.blocks[slot, : self.blocks_held[slot]].tolist()
+        return held
+
+    def append_blocks(self, slot: int, blocks: list[int]) -> None:
+        held = self.blocks_held[slot]
+        self.blocks[slot, held : held + len(blocks)] = blocks
+        self.blocks_held[slot] = held + len(blocks)
+
+    def _rank(self) -> None:
+        seated = np.flatnonzero(self.request_id >= 0)
+        self.ranked = seated[np.argsort(self.order[seated], kind="stable")]
+
+    def _set_end_ids(self, slot: int, end_ids: tuple[int, ...]) -> None:
+        width = self.end_ids.shape[1]
+        if len(end_ids) > width:
+            grown = np.full((self.end_ids.shape[0], len(end_ids)), -1, dtype=np.int32)
+            grown[:, :width] = self.end_ids
+            self.end_ids = grown
+        self.end_ids[slot] = -1
+        self.end_ids[slot, : len(end_ids)] = end_ids
