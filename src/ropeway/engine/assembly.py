@@ -1,0 +1,168 @@
+"""From a configuration to a running engine: checkpoint, device, model, KV pool, scheduler, executor."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ropeway.cache.pool import BlockPool
+from ropeway.config import CacheConfig, Config, EngineConfig
+from ropeway.devices.base import Device, KVDtype
+from ropeway.engine.engine import Engine
+from ropeway.engine.messages import EngineInfo
+from ropeway.errors import OutOfMemory
+from ropeway.execution.local import LocalExecutor
+from ropeway.execution.worker import Worker
+from ropeway.loading.open import open_checkpoint
+from ropeway.models.model import Model
+from ropeway.models.registry import load_model
+from ropeway.outcome import StepOutput
+from ropeway.parallel.communicator import SingleProcess
+from ropeway.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_TYPICAL_SEQUENCE = 2048
+"""Tokens per sequence for which the default pool has room."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Assembly:
+    engine: Engine
+    info: EngineInfo
+    worker: Worker
+
+
+def make_device(config: EngineConfig) -> Device:
+    """The device by name; imported only when chosen."""
+    if config.device == "reference":
+        from ropeway.devices.reference import ReferenceDevice
+
+        return ReferenceDevice(threads=config.threads)
+    from ropeway.devices.cpu.device import CpuDevice
+
+    return CpuDevice(threads=config.threads)
+
+
+def assemble(
+    config: Config,
+    path: Path,
+    outbox: Callable[[StepOutput], None],
+    *,
+    end_ids: tuple[int, ...] = (),
+    vocab_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Assembly:
+    """Load the model at ``path`` and put an engine around it.
+
+    ``end_ids`` are end tokens the tokenizer knows of, beside the checkpoint's own. ``vocab_size`` is the
+    tokenizer's: ids beyond it, which pad the model's head, are never sampled. ``progress(done, total)`` counts
+    bytes of the checkpoint. Raises ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
+    began = time.monotonic()
+    checkpoint = open_checkpoint(path)
+    device = make_device(config.engine)
+    try:
+        model = load_model(
+            checkpoint,
+            device,
+            SingleProcess(),
+            dtype=config.model.dtype,
+            max_model_len=config.model.max_model_len,
+            progress=progress,
+        )
+        checkpoint.close()
+        context = model.spec.context_length
+        if config.model.max_model_len is not None:
+            context = min(context, config.model.max_model_len)
+        num_blocks = pool_blocks(config, device, model, context)
+        block_size = config.cache.block_size
+        if context > num_blocks * block_size:
+            log.warning(
+                "max_model_len lowered from %d to %d, what the KV pool of %d blocks holds",
+                context,
+                num_blocks * block_size,
+                num_blocks,
+            )
+            context = num_blocks * block_size
+        vocab = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
+        worker = Worker(
+            device,
+            model,
+            device.kv_cache(
+                model.num_layers,
+                num_blocks,
+                model.num_kv_heads,
+                model.head_dim,
+                block_size,
+                kv_dtype(config.cache, model),
+            ),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=context,
+            vocab_size=vocab,
+        )
+    except BaseException:
+        device.close()
+        raise
+    engine = Engine(
+        Scheduler(config.scheduler, BlockPool(num_blocks, block_size), context),
+        LocalExecutor(worker),
+        outbox,
+        max_model_len=context,
+        end_ids=tuple(dict.fromkeys((*model.spec.eos_ids, *end_ids))),
+        prefix_cache=config.cache.prefix_cache,
+    )
+    info = EngineInfo(
+        model=config.model.model,
+        vocab_size=vocab,
+        max_model_len=context,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        load_s=time.monotonic() - began,
+    )
+    return Assembly(engine, info, worker)
+
+
+def kv_dtype(config: CacheConfig, model: Model) -> KVDtype:
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    return "fp32" if model.dtype == "fp32" else "bf16"
+
+
+def pool_blocks(config: Config, device: Device, model: Model, context: int) -> int:
+    """Blocks of the KV pool: as configured, else enough for the batch within half of the free memory.
+
+    Raises ``OutOfMemory`` naming what is needed, what there is and what would fit."""
+    cache = config.cache
+    block_bytes = device.kv_block_bytes(
+        model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype(cache, model)
+    )
+    available = device.memory().available
+    largest = available // block_bytes
+    if cache.kv_blocks is not None:
+        blocks = cache.kv_blocks
+    elif cache.kv_memory is not None:
+        blocks = int(cache.kv_memory * _GIB) // block_bytes
+        if blocks < 1:
+            raise OutOfMemory(
+                f"kv_memory {cache.kv_memory} GiB is less than one block of {cache.block_size} tokens "
+                f"({block_bytes} bytes); give at least {block_bytes / _GIB:.4f} GiB",
+                param="kv_memory",
+            )
+    else:
+        one = -(-context // cache.block_size)
+        wanted = max(one, config.scheduler.max_num_seqs * -(-min(context, _TYPICAL_SEQUENCE) // cache.block_size))
+        blocks = min(wanted, largest // 2)
+    if not 0 < blocks <= largest:
+        raise OutOfMemory(
+            f"a KV pool of {blocks} blocks needs {blocks * block_bytes / _GIB:.2f} GiB, "
+            f"{available / _GIB:.2f} GiB are available; the largest pool here is {largest} blocks "
+            f"(--kv-blocks {largest})",
+            param="kv_blocks",
+        )
+    return int(blocks)
+

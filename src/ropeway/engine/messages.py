@@ -1,0 +1,129 @@
+"""What crosses between a client and the engine: msgspec structs, the same in process and over a socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.config import Config
+from ropeway.outcome import StepOutput
+from ropeway.request import SamplingParams
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion to generate. ``n`` completions are n of these, the later ones naming the first."""
+
+    id: int
+    """Internal id, chosen by the client, unique in the engine's life."""
+    prompt: np.ndarray
+    """int32 [n]: token ids, not empty."""
+    params: SamplingParams
+    seed: int
+    """Key of the random stream, in [0, 2**64)."""
+    salt: bytes = b""
+    leader: int | None = None
+    """Internal id of the sibling whose prefill this one shares, earlier in the same message."""
+    group: bool = False
+    """Whether it has siblings (n > 1), the leader included."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load."""
+
+    config: Config
+    path: str
+    """Where the model lies."""
+    end_ids: list[int] = []
+    """End tokens the tokenizer knows of."""
+    vocab_size: int | None = None
+    """The tokenizer's."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    requests: list[NewRequest]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    ids: list[int]
+    reason: str
+    """``disconnect``, ``cancel`` or ``stop_string``; labels the rows computed in vain."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End after the current step."""
+
+
+ToEngine = Start | Submit | Abort | Shutdown
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gauges and counters of the engine; counters never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_live: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+    wasted_rows: dict[str, int] = {}
+    """Rows computed in vain, by reason."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent once, when the engine is ready."""
+
+    model: str
+    vocab_size: int
+    """Token ids the model may be given and may produce are below this."""
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    load_s: float = 0.0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start, or ended; the last message it sends."""
+
+    error: str
+    """Name of the error class of ``ropeway.errors``."""
+    message: str
+
+
+FromEngine = StepOutput | Stats | EngineInfo | Failed
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _decode_array(kind: type, value: Any) -> NDArray[Any]:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_array)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)

@@ -1,0 +1,65 @@
+"""From a user's request to the engine's: checks that need only the model's numbers, and the n siblings."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.engine.messages import EngineInfo, NewRequest
+from ropeway.errors import ContextLengthExceeded, InvalidRequest
+from ropeway.request import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Odd and near 2**64 / golden ratio: spreads siblings' seeds (Knuth, TAOCP 3, section 6.4)."""
+
+
+class Submitter:
+    """Numbers requests and checks them against one engine."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self._ids: Iterator[int] = itertools.count(1)
+
+    def prepare(self, prompt: Sequence[int], params: SamplingParams, *, salt: str | None = None) -> list[NewRequest]:
+        """The ``params.n`` completions of a prompt.
+
+        Raises ``InvalidRequest`` or ``ContextLengthExceeded`` naming what was asked and the limit."""
+        tokens = self._check(prompt, params)
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        ids = [next(self._ids) for _ in range(params.n)]
+        return [
+            NewRequest(
+                id=request_id,
+                prompt=tokens,
+                params=params,
+                seed=(seed + index * _GOLDEN) % 2**64,
+                salt=b"" if salt is None else salt.encode(),
+                leader=None if index == 0 else ids[0],
+                group=params.n > 1,
+            )
+            for index, request_id in enumerate(ids)
+        ]
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> NDArray[np.int32]:
+        vocab, context = self.info.vocab_size, self.info.max_model_len
+        if not len(prompt):
+            raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
+        wanted = params.max_tokens
+        if len(prompt) + (wanted or 1) > context:
+            output = f"{wanted} output tokens" if wanted is not None else "at least one output token"
+            raise ContextLengthExceeded(
+                f"this model's context here is {context} tokens (KV pool: {self.info.num_blocks} blocks of "
+                f"{self.info.block_size}); the prompt has {len(prompt)} and {output} were asked: "
+                "shorten the prompt or lower max_tokens",
+                param="prompt" if len(prompt) >= context else "max_tokens",
+            )
+        tokens = np.array(prompt, dtype=np.int64)
+        if tokens.ndim != 1 or tokens.min() < 0 or tokens.max() >= vocab:
+            bad = next((t for t in np.ravel(tokens).tolist() if not 0 <= t < vocab), prompt)
+            raise InvalidRequest(f"token id {bad} is not in the vocabulary (0 to {vocab - 1})", param="prompt")
+        params.check_vocabulary(vocab)
+        return tokens.astype(np.int32)

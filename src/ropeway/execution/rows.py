@@ -1,0 +1,121 @@
+"""The device's own rows: what a slot's request is, sent once when it is seated and kept up by the steps."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ropeway.devices.base import Device, SampleInputs
+from ropeway.plan import Plan, Seat
+
+_MASKED = float("-inf")
+BANNED = -100.0
+"""OpenAI's logit bias that bans a token."""
+
+
+class Rows:
+    """Per slot: token ids (on the device, since only it knows the newest), block table and sampling
+    parameters (columns on the host, gathered per step)."""
+
+    def __init__(self, device: Device, slots: int, max_len: int, block_size: int) -> None:
+        self._device = device
+        # Pages of these are touched only as far as sequences reach.
+        self.tokens: Tensor = device.upload(np.zeros((slots, max_len), dtype=np.int32))
+        self.block_tables = np.zeros((slots, -(-max_len // block_size)), dtype=np.int32)
+        self.blocks_held = np.zeros(slots, dtype=np.int64)
+        self.prompt_lengths = np.zeros(slots, dtype=np.int32)
+        self.temperature = np.zeros(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int32)
+        self.top_p = np.ones(slots, dtype=np.float32)
+        self.min_p = np.zeros(slots, dtype=np.float32)
+        self.repetition_penalty = np.ones(slots, dtype=np.float32)
+        self.presence_penalty = np.zeros(slots, dtype=np.float32)
+        self.frequency_penalty = np.zeros(slots, dtype=np.float32)
+        self.seeds = np.zeros(slots, dtype=np.uint64)
+        self.top_logprobs = np.full(slots, -1, dtype=np.int32)
+        self._bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
+        """Slot -> (token ids, values) of its logit bias."""
+        self._held_back: dict[int, tuple[int, NDArray[np.int32]]] = {}
+        """Slot -> (length from which end tokens are allowed, end ids)."""
+
+    def apply(self, plan: Plan) -> None:
+        """Seat the plan's new requests and append its new blocks."""
+        for seat in plan.seats:
+            self._seat(seat)
+        given = 0
+        for row in np.flatnonzero(plan.new_block_count).tolist():
+            slot, count = plan.slot[row], int(plan.new_block_count[row])
+            held = self.blocks_held[slot]
+            self.block_tables[slot, held : held + count] = plan.new_blocks[given : given + count]
+            self.blocks_held[slot] = held + count
+            given += count
+
+    def sample_inputs(self, slots: NDArray[np.int32], lengths: NDArray[np.int32]) -> SampleInputs:
+        """Parameters of the sampled rows; ``lengths`` are the tokens known, which is the position sampled."""
+        up = self._device.upload
+        start, ids, values = self._biases(slots, lengths)
+        return SampleInputs(
+            temperature=up(self.temperature[slots]),
+            top_k=up(self.top_k[slots]),
+            top_p=up(self.top_p[slots]),
+            min_p=up(self.min_p[slots]),
+            repetition_penalty=up(self.repetition_penalty[slots]),
+            presence_penalty=up(self.presence_penalty[slots]),
+            frequency_penalty=up(self.frequency_penalty[slots]),
+            seeds=up(self.seeds[slots].view(np.int64)),
+            tokens=self.tokens,
+            slots=up(slots),
+            prompt_lengths=up(self.prompt_lengths[slots]),
+            lengths=up(lengths),
+            bias_start=up(start),
+            bias_ids=up(ids),
+            bias_values=up(values),
+            top_logprobs=up(self.top_logprobs[slots]),
+        )
+
+    def _seat(self, seat: Seat) -> None:
+        slot, params = seat.slot, seat.params
+        self.tokens[slot, : len(seat.token_ids)] = self._device.upload(seat.token_ids)
+        self.blocks_held[slot] = len(seat.blocks)
+        self.block_tables[slot, : len(seat.blocks)] = seat.blocks
+        self.prompt_lengths[slot] = seat.prompt_tokens
+        self.temperature[slot] = 0.0 if params.greedy else params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.seeds[slot] = seat.seed
+        self.top_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._bias.pop(slot, None)
+        self._held_back.pop(slot, None)
+        if params.logit_bias:
+            ids = np.fromiter(params.logit_bias, dtype=np.int32)
+            values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+            self._bias[slot] = ids, np.where(values <= BANNED, _MASKED, values).astype(np.float32)
+        if params.min_tokens and seat.end_ids:
+            free_from = seat.prompt_tokens + params.min_tokens
+            self._held_back[slot] = free_from, np.array(seat.end_ids, dtype=np.int32)
+
+    def _biases(
+        self, slots: NDArray[np.int32], lengths: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """(row starts, token ids, values) of all logit biases and held-back end tokens."""
+        start = np.zeros(len(slots) + 1, dtype=np.int32)
+        ids: list[NDArray[np.int32]] = []
+        values: list[NDArray[np.float32]] = []
+        if self._bias or self._held_back:
+            for row, slot in enumerate(slots.tolist()):
+                if slot in self._bias:
+                    ids.append(self._bias[slot][0])
+                    values.append(self._bias[slot][1])
+                free_from, end_ids = self._held_back.get(slot, (0, None))
+                if end_ids is not None and lengths[row] < free_from:
+                    ids.append(end_ids)
+                    values.append(np.full(len(end_ids), _MASKED, dtype=np.float32))
+                start[row + 1] = sum(map(len, ids))
+        if not ids:
+            return np.zeros_like(start), np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+        return start, np.concatenate(ids), np.concatenate(values)

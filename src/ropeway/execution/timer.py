@@ -1,0 +1,43 @@
+"""An executor whose steps take time and compute nothing: it shows what the host costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ropeway.devices.timer import TimedEvent, TimedStream
+from ropeway.plan import Plan, Result
+
+
+class TimerWork:
+    """A step on the timed stream."""
+
+    def __init__(self, plan: Plan, event: TimedEvent, vocab_size: int) -> None:
+        self.plan = plan
+        self._event = event
+        self._vocab_size = vocab_size
+
+    def sample(self) -> None:
+        """Its time is in the step's."""
+
+    def result(self) -> Result:
+        """Wait for the step's end. Tokens depend on their position only and avoid id 0."""
+        self._event.wait()
+        position = (self.plan.start + self.plan.count)[self.plan.samples]
+        return Result((position % (self._vocab_size - 1) + 1).astype(np.int32))
+
+
+class TimerExecutor:
+    """Implements ``Executor``. ``step_s`` gives a plan's duration in seconds."""
+
+    def __init__(self, step_s: Callable[[Plan], float], vocab_size: int = 32_000) -> None:
+        self.stream = TimedStream()
+        self._step_s = step_s
+        self._vocab_size = vocab_size
+
+    def forward(self, plan: Plan) -> TimerWork:
+        return TimerWork(plan, self.stream.submit(self._step_s(plan)), self._vocab_size)
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,301 @@
+"""The Python API: ``LLM`` runs the engine in this process, ``AsyncLLM`` in one of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ropeway.engine.client import AsyncEngine, Delta, Usage
+from ropeway.engine.completions import CompletionText, Router
+from ropeway.engine.submission import Submitter
+from ropeway.errors import InvalidRequest
+from ropeway.loading.sources import resolve as resolve_source
+from ropeway.outcome import StepOutput
+from ropeway.request import Completion, RequestOutput, SamplingParams
+from ropeway.settings import resolve as resolve_settings
+from ropeway.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class _Call:
+    """One prompt of a ``generate`` call: its deltas, put together."""
+
+    def __init__(self, prompt: str | None, ids: Sequence[int], params: SamplingParams) -> None:
+        self.usage = Usage(prompt_tokens=len(ids))
+        self.output = RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=list(ids),
+            outputs=[
+                Completion(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
+            ],
+        )
+        self.deltas: list[Delta] = []
+        self.open = params.n
+
+    def add(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        completion = self.output.outputs[delta.index]
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if delta.logprobs and completion.logprobs is not None:
+            completion.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            self.output.cached_tokens = self.usage.cached_tokens
+            self.open -= 1
+
+
+class LLM:
+    """Offline inference in this process.
+
+    >>> with LLM("smollm2-135m") as llm:
+    ...     print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
+
+    ``fields`` are the settings of ``ropeway.config`` by name (``max_num_seqs=8``, ``device="reference"``).
+    Not to be used from two threads at once.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **fields: Any) -> None:
+        from ropeway.engine.assembly import assemble
+
+        resolved = resolve_settings({"model": model, **fields}, given_as="argument")
+        for note in resolved.notes:
+            log.warning("%s", note)
+        self.config = resolved.config
+        path = resolve_source(self.config.model.model)
+        self.tokenizer = Tokenizer.from_path(path)
+        self._router: Router[_Call] = Router()
+        assembly = assemble(
+            self.config,
+            path,
+            self._receive,
+            end_ids=() if self.tokenizer is None else self.tokenizer.eos_ids,
+            vocab_size=None if self.tokenizer is None else self.tokenizer.vocab_size,
+        )
+        self.engine = assembly.engine
+        self.info = assembly.info
+        self.worker = assembly.worker
+        self._submitter = Submitter(self.info)
+        self._ahead = int(self.config.engine.async_scheduling)
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids), all of them in one continuous batch, in the given order.
+
+        ``params``: one for all, or one per prompt. Raises ``InvalidRequest`` before anything runs."""
+        texts: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item, assignment]
+        each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(texts):
+            raise InvalidRequest(f"{len(each)} params for {len(texts)} prompts; give one for all, or one per prompt")
+        prepared = [(text if isinstance(text, str) else None, self._encode(text)) for text in texts]
+        return self._run([(text, ids, p) for (text, ids), p in zip(prepared, each, strict=True)], progress=progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages), or several. ``template``: variables of the chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if several else [messages]
+        ids = [self._need_tokenizer().encode_chat(m, **template) for m in conversations]
+        return self._run([(None, i, params or _CHAT) for i in ids], progress=progress)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[Delta]:
+        """The answer as it is made. Leaving the loop early aborts it."""
+        ids = self._need_tokenizer().encode_chat(messages, **template)
+        call = self._submit(None, ids, params or _CHAT)
+        try:
+            while call.open:
+                self.engine.step(self._ahead)
+                yield from call.deltas
+                call.deltas.clear()
+        finally:
+            self._abort([call])
+
+    def close(self) -> None:
+        """Give memory and threads back. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt)
+        return prompt
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{self.config.model.model} has no tokenizer; give the prompt as token ids")
+        return self.tokenizer
+
+    def _submit(self, prompt: str | None, ids: Sequence[int], params: SamplingParams) -> _Call:
+        group = self._submitter.prepare(ids, params)
+        call = _Call(prompt, ids, params)
+        for index, new in enumerate(group):
+            self._router.add(new.id, call, CompletionText(index, params, self.tokenizer), call.usage)
+        self.engine.submit(group)
+        return call
+
+    def _run(
+        self, requests: Sequence[tuple[str | None, Sequence[int], SamplingParams]], *, progress: bool
+    ) -> list[RequestOutput]:
+        calls: list[_Call] = []
+        try:
+            calls += [self._submit(*request) for request in requests]
+            with _progress(len(calls), shown=progress) as bar:
+                while any(call.open for call in calls):
+                    self.engine.step(self._ahead)
+                    if bar is not None:
+                        tokens = sum(call.usage.completion_tokens for call in calls)
+                        done = sum(not call.open for call in calls)
+                        bar.update(bar.task_ids[0], completed=done, tokens=tokens)
+        finally:
+            self._abort(calls)
+        return [call.output for call in calls]
+
+    def _abort(self, calls: Sequence[_Call]) -> None:
+        """Drop what has not ended, and let the device finish what is under way."""
+        left = [request_id for request_id, owner, _ in self._router.owners() if owner in calls]
+        for request_id in left:
+            self._router.drop(request_id)
+        self.engine.abort(left, "cancel")
+        while self.engine.has_work:
+            self.engine.step(0)
+
+    def _receive(self, output: StepOutput) -> None:
+        news, stopped = self._router.receive(output)
+        for call, delta in news:
+            call.add(delta)
+        self.engine.abort(stopped, "stop_string")
+
+
+class AsyncLLM:
+    """The same for asyncio: many calls at once share the batch of an engine process.
+
+    >>> async with await AsyncLLM.start("smollm2-135m") as llm:
+    ...     output = await llm.generate("The capital of France is")
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+
+    @classmethod
+    async def start(cls, model: str = "smollm2-135m", **fields: Any) -> AsyncLLM:
+        """Start an engine process and load the model into it. Raises what loading raises."""
+        from ropeway.engine.process import start_engine
+
+        resolved = resolve_settings({"model": model, **fields}, given_as="argument")
+        return cls(await start_engine(resolved.config))
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """Complete one prompt."""
+        params = params or SamplingParams()
+        ids = self._encode(prompt)
+        generation = self.engine.submit(ids, params)
+        call = _Call(prompt if isinstance(prompt, str) else None, ids, params)
+        call.usage = generation.usage
+        try:
+            async for delta in generation:
+                call.add(delta)
+        finally:
+            generation.cancel()
+        return call.output
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """The completion as it is made. Leaving the loop early aborts it."""
+        generation = self.engine.submit(self._encode(prompt), params or SamplingParams())
+        try:
+            async for delta in generation:
+                yield delta
+        finally:
+            generation.cancel()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.engine.tokenizer is None:
+            raise InvalidRequest(f"{self.engine.info.model} has no tokenizer; give the prompt as token ids")
+        return self.engine.tokenizer.encode(prompt)
+
+
+_CHAT = SamplingParams(max_tokens=None)
+"""Without other wishes, an answer may be as long as the context."""
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+class _progress:
+    """A bar over requests with the token rate, on a terminal only."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._total = total
+        self._shown = shown
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Progress | None:
+        if not self._shown:
+            return None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return None
+        self._bar = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._bar.start()
+        self._bar.add_task("generating", total=self._total, tokens=0)
+        return self._bar
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
