@@ -18,11 +18,13 @@ class Rows:
         self.counts: list[Slots] = []
         self.block_counts: list[Slots] = []
         self.blocks: list[int] = []
-        self.planned: set[int] = set()
-        """Slots with a row."""
 
     def __len__(self) -> int:
-        return len(self.planned)
+        return sum(map(len, self.slots))
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether the slot has a row."""
+        return any(slot in slots for slots in self.slots)
 
     def add(self, slots: Slots, counts: Slots, block_counts: Slots, blocks: Sequence[int]) -> None:
         """Add rows computing ``counts`` tokens each, with ``block_counts`` new blocks each out of ``blocks``."""
@@ -30,7 +32,6 @@ class Rows:
         self.counts.append(counts)
         self.block_counts.append(block_counts)
         self.blocks.extend(blocks)
-        self.planned.update(slots.tolist())
 
     def add_one(self, slot: int, count: int, blocks: Sequence[int]) -> None:
         self.add(np.array([slot]), np.array([count]), np.array([len(blocks)]), blocks)

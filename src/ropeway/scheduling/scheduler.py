@@ -13,7 +13,7 @@ So the first in order can always get on, preemptions are bounded, and a lone req
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,8 @@ class Scheduler:
         """Everyone waiting, seated, or gone with a row in flight."""
         self._left_for: dict[int, str] = {}
         """Why requests that are gone left, while rows of theirs are in flight."""
+        self._in_flight: deque[Plan] = deque()
+        """Plans not settled yet."""
         self._order = 0
         self._seq = 0
 
@@ -108,7 +110,7 @@ class Scheduler:
 
     def _fill_seats(self) -> list[Seat]:
         seated: list[Seat] = []
-        if not len(self.waiting):
+        if not len(self.waiting) or not self.seats.vacant:
             return seated
         demand, promised = self._demand()
         while self.seats.vacant and demand < self.config.max_batched_tokens:
@@ -264,9 +266,8 @@ class Scheduler:
         else:
             samples = np.ones(len(slots), dtype=np.bool_)
         seats.computed[slots] = end
-        seats.unsettled[slots] += 1
         seats.served[slots] = self._seq
-        return Plan(
+        plan = Plan(
             seq=self._seq,
             request=seats.request_id[slots],
             slot=slots.astype(np.int32),
@@ -277,6 +278,8 @@ class Scheduler:
             new_block_count=block_counts.astype(np.int32),
             seats=tuple(seated),
         )
+        self._in_flight.append(plan)
+        return plan
 
     # ------------------------------------------------------------------ blocks
 
@@ -300,7 +303,7 @@ class Scheduler:
             if other == slot:
                 if not seats.protected[slot]:
                     return None
-            elif not seats.protected[other] and other not in rows.planned:
+            elif not seats.protected[other] and other not in rows:
                 return int(other)
         return None
 
@@ -313,6 +316,7 @@ class Scheduler:
     def _leave_seat(self, slot: int) -> Request:
         blocks = self.seats.held(slot)
         request = self.seats.unseat(slot)
+        request.unsettled = sum(bool((plan.request == request.id).any()) for plan in self._in_flight)
         self.pool.release(blocks)
         return request
 
@@ -320,28 +324,37 @@ class Scheduler:
 
     def settle(self, plan: Plan, result: Result) -> StepOutput:
         """Take in what a step computed; plans are settled in their order."""
+        assert self._in_flight.popleft() is plan
         seats = self.seats
         started: list[Started] = []
         finished: list[Finished] = []
-        ids, tokens, logprobs = plan.request[plan.samples], result.token_ids, result.logprobs
+        ids, tokens, logprobs = plan.request, result.token_ids, result.logprobs
         slots, end, sampled, new = plan.slot, plan.start + plan.count, plan.samples, tokens
+        if len(tokens) != len(slots):
+            ids = ids[sampled]
         alive = seats.request_id[slots] == plan.request
         if not alive.all():
             emitted = self._settle_departed(plan, result, alive, started, finished)
             ids, tokens, logprobs = ids[emitted], tokens[emitted], _keep(logprobs, emitted)
             new = new[alive[sampled]]
             slots, end, sampled = slots[alive], end[alive], sampled[alive]
-        seats.unsettled[slots] -= 1
-        self._publish(slots, end)
-        if not sampled.all():
+        if len(new) != len(slots):
+            self._publish(slots[~sampled], end[~sampled])
             slots, end = slots[sampled], end[sampled]
         seats.tokens[slots, end] = new
+        watched = end >= seats.watch[slots]
         seats.length[slots] = end + 1
-        first = np.flatnonzero(end == seats.prompt[slots])
-        started += [self._start(self._seated(slot)) for slot in slots[first].tolist()]
         ended = (seats.end_ids[slots] == new[:, None]).any(axis=1)
-        last = np.flatnonzero(ended | (end + 1 >= seats.limit[slots]))
-        finished += [self._finish(self._seated(slots[i]), int(new[i])) for i in last.tolist()]
+        for i in np.flatnonzero(watched | ended).tolist():
+            slot = slots[i]
+            request = self._seated(slot)
+            self._publish_one(slot, request, int(end[i]))
+            if end[i] == request.prompt_tokens:
+                started.append(self._start(request))
+            if ended[i] or end[i] >= seats.last[slot]:
+                finished.append(self._finish(request, int(new[i])))
+            else:
+                seats.set_watch(slot)
         return StepOutput(ids=ids, tokens=tokens, finished=finished, started=started, logprobs=logprobs)
 
     def _settle_departed(
@@ -373,18 +386,21 @@ class Scheduler:
         return emitted
 
     def _publish(self, slots: NDArray[np.int32], end: NDArray[np.int32]) -> None:
+        """Make the blocks findable that chunks have filled."""
+        for slot, position in zip(slots.tolist(), end.tolist(), strict=True):
+            self._publish_one(slot, self._seated(slot), position)
+            self.seats.set_watch(slot)
+
+    def _publish_one(self, slot: int, request: Request, end: int) -> None:
         """Make the blocks findable that positions below ``end`` have filled."""
-        seats = self.seats
-        for i in np.flatnonzero(end >> self._shift > seats.published[slots]).tolist():
-            slot = slots[i]
-            keys = self._seated(slot).keys
-            assert keys is not None
-            size = self.pool.block_size
-            for block in range(int(seats.published[slot]), int(end[i]) >> self._shift):
-                if len(keys) == block + 1:
-                    keys.append(block_key(keys[block], seats.tokens[slot, block * size : (block + 1) * size].tobytes()))
-                self.pool.publish(int(seats.blocks[slot, block]), keys[block + 1])
-            seats.published[slot] = end[i] >> self._shift
+        seats, keys, size = self.seats, request.keys, self.pool.block_size
+        if keys is None:
+            return
+        for block in range(int(seats.published[slot]), end >> self._shift):
+            if len(keys) == block + 1:
+                keys.append(block_key(keys[block], seats.tokens[slot, block * size : (block + 1) * size].tobytes()))
+            self.pool.publish(int(seats.blocks[slot, block]), keys[block + 1])
+            seats.published[slot] = block + 1
 
     def _start(self, request: Request) -> Started:
         """Its first token is there, so its prompt is in the cache."""

@@ -40,7 +40,8 @@ class Seats:
         self.blocks_held = column()
         self.published = column()
         """Leading blocks already published (or past all, when nothing is to be)."""
-        self.unsettled = column()
+        self.watch = column()
+        """Next end position that brings an event: the first output token, a block to publish, the limit."""
         self.served = column()
         """Number of the last plan with a row of it."""
         self.protected = np.zeros(slots, dtype=np.bool_)
@@ -49,20 +50,27 @@ class Seats:
         self.blocks: NDArray[np.int32] = np.empty((slots, max_blocks), dtype=np.int32)
         self.end_ids: NDArray[np.int32] = np.full((slots, 4), -1, dtype=np.int32)
         self.requests: list[Request | None] = [None] * slots
-        self.ranked: Slots = np.empty(0, dtype=np.int64)
-        """Seated slots in policy order; replaced, never changed in place."""
         self.prefilling = 0
         """Seated requests with computed < goal."""
         self._free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
+        self._ranked: Slots | None = None
 
     @property
     def taken(self) -> int:
-        return len(self.ranked)
+        return len(self.requests) - len(self._free)
 
     @property
     def vacant(self) -> int:
         return len(self._free)
+
+    @property
+    def ranked(self) -> Slots:
+        """Seated slots in policy order; not to be changed in place."""
+        if self._ranked is None:
+            seated = np.flatnonzero(self.request_id >= 0)
+            self._ranked = seated[np.argsort(self.order[seated], kind="stable")]
+        return self._ranked
 
     def seat(self, request: Request, blocks: list[int], *, protected: bool) -> int:
         """Give the request a slot, its first ``blocks`` already holding computed keys and values."""
@@ -79,29 +87,37 @@ class Seats:
         self.prompt[slot] = request.prompt_tokens
         self.blocks_held[slot] = len(blocks)
         self.published[slot] = _NEVER if request.keys is None else len(blocks)
-        self.unsettled[slot] = 0
         self.protected[slot] = protected
         self.tokens[slot, :length] = request.tokens
         self.blocks[slot, : len(blocks)] = blocks
         self._set_end_ids(slot, request.end_ids)
+        self.set_watch(slot)
         self.prefilling += 1
-        self._rank()
+        self._ranked = None
         return slot
 
     def unseat(self, slot: int) -> Request:
-        """Take the slot back; the request carries its tokens and steps in flight on. Its blocks are the
-        caller's to release, and must be read before."""
+        """Take the slot back; the request carries its tokens on. Its blocks are the caller's to release,
+        and must be read before."""
         request = self.requests[slot]
         assert request is not None
         request.tokens = self.tokens[slot, : self.length[slot]].copy()
-        request.unsettled = int(self.unsettled[slot])
         request.slot = -1
         self.prefilling -= int(self.computed[slot] < self.goal[slot])
         self.requests[slot] = None
         self.request_id[slot] = -1
         self._free.append(slot)
-        self._rank()
+        self._ranked = None
         return request
+
+    def set_watch(self, slot: int) -> None:
+        """Look again at what is known and published, and set ``watch``."""
+        watch = self.last[slot]
+        if self.length[slot] <= self.prompt[slot]:
+            watch = min(watch, self.prompt[slot])
+        if self.published[slot] != _NEVER:
+            watch = min(watch, (self.published[slot] + 1) * self._block_size)
+        self.watch[slot] = watch
 
     def held(self, slot: int) -> list[int]:
         """Block table of a slot."""
@@ -112,10 +128,6 @@ class Seats:
         held = self.blocks_held[slot]
         self.blocks[slot, held : held + len(blocks)] = blocks
         self.blocks_held[slot] = held + len(blocks)
-
-    def _rank(self) -> None:
-        seated = np.flatnonzero(self.request_id >= 0)
-        self.ranked = seated[np.argsort(self.order[seated], kind="stable")]
 
     def _set_end_ids(self, slot: int, end_ids: tuple[int, ...]) -> None:
         width = self.end_ids.shape[1]

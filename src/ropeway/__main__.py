@@ -1,0 +1,5 @@
+"""``python -m ropeway``: the command line."""
+
+from ropeway.cli.main import app
+
+app()

@@ -1,0 +1,183 @@
+"""Where layers take their tensors from: each is checked, cut to this rank's part, converted and packed one
+by one, so that memory peaks near the packed size. What was taken is kept count of, so that a checkpoint and
+a model that do not match are an error that says where."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ropeway.devices.base import DenseTensor, Device, GroupedTensor, HostTensor, Kernels, Layout, Weight
+from ropeway.errors import ConfigError, LoadError
+from ropeway.loading.checkpoint import Checkpoint
+from ropeway.parallel.communicator import Communicator
+
+log = logging.getLogger(__name__)
+
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+Progress = Callable[[int, int], None]
+"""Called with (parameters loaded so far, parameters in all)."""
+
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DERIVED = ("rotary_emb.inv_freq",)
+"""Ends of names of buffers that old checkpoints carry although they follow from the config."""
+_NAMES_SHOWN = 8
+"""An error lists at most this many tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part ``index`` of ``count`` equal ones along ``dim`` of a tensor."""
+
+    dim: int
+    index: int
+    count: int
+
+
+class Weights:
+    """A checkpoint's tensors, packed for one device and one rank as layers ask for them."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        communicator: Communicator,
+        *,
+        dtype: Dtype = "auto",
+        progress: Progress | None = None,
+    ) -> None:
+        """``dtype``: what unquantised matrices are converted to; auto leaves each as the file has it."""
+        self.device = device
+        self.communicator = communicator
+        self.nbytes = 0
+        """Packed size of everything taken so far."""
+        self._layouts: Counter[Layout] = Counter()
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._progress = progress
+        self._sizes = {name: prod(checkpoint.shape(name)) for name in checkpoint.names()}
+        self._unused = set(self._sizes)
+        self._loaded = 0
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.device.kernels
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that holds most of the matrices' bytes so far."""
+        return self._layouts.most_common(1)[0][0]
+
+    def rows(self) -> Shard:
+        """This rank's share of a matrix's output features."""
+        return Shard(0, self.communicator.rank, self.communicator.size)
+
+    def columns(self) -> Shard:
+        """This rank's share of a matrix's input features."""
+        return Shard(1, self.communicator.rank, self.communicator.size)
+
+    def matrix(self, name: str, n: int, k: int, shard: Shard | None = None) -> Weight:
+        """The matrix [n, k], or the part of it that ``shard`` names, packed.
+
+        Raises ``LoadError`` when it is missing or has another shape, ``ConfigError`` when it cannot be cut.
+        """
+        tensor = _cut(self._get(name, (n, k)), shard, name)
+        weight = self.device.pack(self._convert(tensor, name))
+        self._layouts[weight.layout] += weight.nbytes
+        self._count(name, weight.nbytes)
+        return weight
+
+    def vector(self, name: str, n: int, shard: Shard | None = None) -> Tensor:
+        """The vector [n], or a part of it, in float32; raises like ``matrix``."""
+        vector = self.device.vector(_cut(self._get(name, (n,)), shard, name))
+        self._count(name, vector.nbytes)
+        return vector
+
+    def is_copy(self, name: str, of: str) -> bool:
+        """Whether tensor ``name`` is missing or equal to ``of``, so that the other can stand for it."""
+        if name not in self._sizes:
+            return True
+        if _equal(self._checkpoint.get(name), self._checkpoint.get(of)):
+            self._count(name, 0)
+            return True
+        log.warning("%s: %s differs from %s although the config ties them", self._checkpoint.path, name, of)
+        return False
+
+    def finish(self) -> None:
+        """Raise ``LoadError`` naming tensors that no layer asked for."""
+        strangers = sorted(name for name in self._unused if not name.endswith(_DERIVED))
+        if strangers:
+            raise LoadError(
+                f"{self._checkpoint.path}: {len(strangers)} tensors do not belong to this architecture: "
+                f"{', '.join(strangers[:_NAMES_SHOWN])}{', ...' if len(strangers) > _NAMES_SHOWN else ''}"
+            )
+        for name in tuple(self._unused):
+            self._count(name, 0)
+
+    def _get(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+        if name not in self._sizes:
+            raise LoadError(f"{self._checkpoint.path}: tensor {name} is missing")
+        found = self._checkpoint.shape(name)
+        if found != shape:
+            raise LoadError(
+                f"{self._checkpoint.path}: tensor {name} has shape {list(found)}; config.json asks for {list(shape)}"
+            )
+        return self._checkpoint.get(name)
+
+    def _convert(self, tensor: HostTensor, name: str) -> HostTensor:
+        if self._dtype == "auto" or isinstance(tensor, GroupedTensor):
+            return tensor
+        converted = tensor.data.to(_TORCH_DTYPES[self._dtype])
+        if self._dtype == "fp16" and converted.isinf().any() and not tensor.data.isinf().any():
+            raise ConfigError(f"tensor {name} has values that fp16 cannot hold; use dtype bf16 or fp32", param="dtype")
+        return DenseTensor(converted)
+
+    def _count(self, name: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if name in self._unused:
+            self._unused.remove(name)
+            self._loaded += self._sizes[name]
+        if self._progress is not None:
+            self._progress(self._loaded, sum(self._sizes.values()))
+
+
+def _cut(tensor: HostTensor, shard: Shard | None, name: str) -> HostTensor:
+    """The part of a tensor that ``shard`` names; quantised rows are cut between groups only."""
+    if shard is None or shard.count == 1:
+        return tensor
+    whole = tensor.shape[shard.dim]
+    if whole % shard.count:
+        raise ConfigError(f"tensor {name}: {whole} features cannot be split evenly over {shard.count} ranks")
+    length = whole // shard.count
+    start = shard.index * length
+    if isinstance(tensor, DenseTensor):
+        return DenseTensor(tensor.data.narrow(shard.dim, start, length))
+    unit = tensor.group if shard.dim == 1 else 1
+    if length % unit:
+        raise ConfigError(
+            f"tensor {name}: {whole} features in quantised groups of {unit} cannot be split over {shard.count} ranks"
+        )
+
+    def part(values: Tensor) -> Tensor:
+        return values.narrow(shard.dim, start // unit, length // unit)
+
+    return GroupedTensor(
+        tensor.codes.narrow(shard.dim, start, length),
+        part(tensor.scales),
+        None if tensor.minimums is None else part(tensor.minimums),
+        tensor.group,
+        tensor.bits,
+    )
+
+
+def _equal(a: HostTensor, b: HostTensor) -> bool:
+    if isinstance(a, DenseTensor) and isinstance(b, DenseTensor):
+        return torch.equal(a.data, b.data)
+    return a.shape == b.shape and torch.equal(a.dequantize(), b.dequantize())

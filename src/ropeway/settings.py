@@ -1,0 +1,395 @@
+"""Where settings come from: defaults < file < environment < flags (or keyword arguments).
+
+``resolve`` merges the sources into a ``Config`` and remembers, field by field, who spoke last. Everything
+it knows about the fields (type, default, docstring) it reads from the dataclasses of ``ropeway.config``, so
+command-line flags, environment variables and files can't drift apart from them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import math
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ropeway.config import Config
+from ropeway.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "ROPEWAY_"
+SECRETS = frozenset({"api_key"})
+"""Fields whose values are never printed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of one section, as ``ropeway.config`` declares it."""
+
+    section: str
+    name: str
+    kind: type
+    """``str``, ``int``, ``float`` or ``bool``."""
+    choices: tuple[str, ...]
+    """The allowed words of a ``Literal``; empty: any value of ``kind``."""
+    optional: bool
+    """Whether None is allowed; it means that Ropeway chooses."""
+    default: Any
+    doc: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def path(self) -> str:
+        """The place in a file."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        return {
+            bool: "true or false",
+            int: "a whole number",
+            float: "a number",
+            str: "text",
+        }[self.kind]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who gave a value. Sources with a higher ``rank`` win."""
+
+    rank: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+DEFAULT = Origin(0, "default")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and how it came about."""
+
+    config: Config
+    origins: dict[str, Origin]
+    """Field name -> who gave its value."""
+    notes: list[str]
+    """What was adjusted or passed over, in sentences for a log."""
+
+
+@functools.cache
+def settings() -> Mapping[str, Setting]:
+    """Every field of every section by its name. Raises ``TypeError`` if a name occurs twice."""
+    found: dict[str, Setting] = {}
+    for section in dataclasses.fields(Config):
+        owner = typing.get_type_hints(Config)[section.name]
+        docs = field_docs(owner)
+        hints = typing.get_type_hints(owner)
+        for field in dataclasses.fields(owner):
+            if field.name in found:
+                raise TypeError(f"{field.name} is a field of both {found[field.name].section} and {section.name}")
+            kind, choices, optional = _kind(hints[field.name])
+            found[field.name] = Setting(
+                section.name, field.name, kind, choices, optional, field.default, docs.get(field.name, "")
+            )
+    return types.MappingProxyType(found)
+
+
+@functools.cache
+def field_docs(owner: type) -> Mapping[str, str]:
+    """The string below each annotated field of a class, by field name, on one line."""
+    body = ast.parse(inspect.getsource(owner).lstrip()).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            docs[field.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def resolve(
+    given: Mapping[str, Any] | None = None,
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    given_as: Literal["flag", "argument"] = "flag",
+) -> Resolved:
+    """Merge all sources into a configuration.
+
+    ``given`` holds flags or keyword arguments by field name; None means not given, as it does in a file.
+    ``environ`` defaults to the process's. Raises ``ConfigError`` for an unknown name (with the nearest known
+    one), a value of the wrong type or out of range (with where it came from), and for values that contradict
+    each other. Where only one of two contradicting values was given on purpose, the other one gives way and
+    ``notes`` says so.
+    """
+    values = {name: setting.default for name, setting in settings().items()}
+    origins = dict.fromkeys(values, DEFAULT)
+    notes: list[str] = []
+    if file is not None:
+        _merge(values, origins, _from_file(file))
+    _merge(values, origins, _from_environment(os.environ if environ is None else environ, notes))
+    _merge(values, origins, _from_given(given or {}, given_as))
+    _check_ranges(values, origins)
+    _reconcile(values, origins, notes)
+    return Resolved(_build(values), origins, notes)
+
+
+def render(resolved: Resolved) -> str:
+    """The configuration as a TOML file, each line with its origin as a comment; secrets are left out."""
+    lines: list[str] = []
+    for section in dataclasses.fields(Config):
+        lines.append(f"[{section.name}]")
+        values = getattr(resolved.config, section.name)
+        for field in dataclasses.fields(values):
+            value, origin = getattr(values, field.name), resolved.origins[field.name]
+            if value is None:
+                text = f"# {field.name} is unset"
+            elif field.name in SECRETS:
+                text = f"# {field.name} is set, not shown"
+            else:
+                # JSON's strings, numbers and booleans are TOML's.
+                text = f"{field.name} = {json.dumps(value, ensure_ascii=False)}"
+            lines.append(f"{text:<40}  # {origin}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+Given = Iterable[tuple[Setting, Any, Origin]]
+
+
+def _merge(values: dict[str, Any], origins: dict[str, Origin], given: Given) -> None:
+    for setting, value, origin in given:
+        if value is not None:
+            values[setting.name] = convert(setting, value, origin)
+            origins[setting.name] = origin
+
+
+def _from_file(file: Path) -> Given:
+    content = _read(file)
+    sections_by_name = {s.name for s in dataclasses.fields(Config)}
+    for section, fields in content.items():
+        if section not in sections_by_name:
+            hint = _nearest(str(section), sections_by_name)
+            if str(section) in settings():
+                hint = f"; it belongs into section {settings()[str(section)].section}"
+            raise ConfigError(f"{file}: there is no section {section!r}{hint}", param=str(section))
+        if fields is None:
+            continue
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{file}: section {section} must be a table of fields, not {fields!r}", param=section)
+        known = {name: s for name, s in settings().items() if s.section == section}
+        for name, value in fields.items():
+            if name not in known:
+                hint = _nearest(str(name), known)
+                if name in settings():
+                    hint = f"; it belongs into section {settings()[name].section}"
+                raise ConfigError(f"{file}: section {section} has no field {name!r}{hint}", param=str(name))
+            yield known[name], value, Origin(1, f"{section}.{name} in {file}")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    readers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads,
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".json": json.loads,
+    }
+    reader = readers.get(file.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{file}: a configuration file must end in {', '.join(readers)}", param="config")
+    try:
+        content = reader(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", param="config") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid {file.suffix[1:].upper()}: {error}", param="config") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold sections of fields, not {type(content).__name__}", param="config")
+    return content
+
+
+def _from_environment(environ: Mapping[str, str], notes: list[str]) -> Given:
+    by_variable = {s.variable: s for s in settings().values()}
+    for variable, value in sorted(environ.items()):
+        if variable in by_variable:
+            yield by_variable[variable], value, Origin(2, f"environment variable {variable}")
+        elif variable.startswith(ENVIRONMENT_PREFIX):
+            # Not an error: other programs (Kubernetes' service links, say) make such names, too.
+            notes.append(f"environment variable {variable} names no setting{_nearest(variable, by_variable)}; ignored")
+
+
+def _from_given(given: Mapping[str, Any], given_as: Literal["flag", "argument"]) -> Given:
+    for name, value in given.items():
+        setting = settings().get(name)
+        if setting is None:
+            raise ConfigError(f"there is no setting {name!r}{_nearest(name, settings())}", param=name)
+        yield setting, value, Origin(3, setting.flag if given_as == "flag" else f"argument {name}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _kind(hint: Any) -> tuple[type, tuple[str, ...], bool]:
+    optional = False
+    if isinstance(hint, types.UnionType):
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        optional = True
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint), optional
+    assert hint in (str, int, float, bool), hint
+    return hint, (), optional
+
+
+# --------------------------------------------------------------------------- values
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def convert(setting: Setting, value: Any, origin: Origin) -> Any:
+    """``value`` as the setting's type. Text is read as a number or a truth value where one is due, because
+    the environment has nothing else. Raises ``ConfigError``."""
+    converted: Any = None
+    if isinstance(value, Path):
+        value = str(value)
+    if setting.kind is str:
+        converted = value if isinstance(value, str) and (not setting.choices or value in setting.choices) else None
+    elif setting.kind is bool:
+        converted = _to_bool(value)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        converted = _to_number(setting.kind, value)
+    if converted is None:
+        shown = "a value of the wrong form" if setting.name in SECRETS else repr(value)
+        raise ConfigError(f"{setting.name} must be {setting.allowed}, not {shown} (from {origin})", param=setting.name)
+    return converted
+
+
+def _to_bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else ""
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def _to_number(kind: type, value: str | int | float) -> int | float | None:
+    try:
+        number: int | float = kind(value)
+        exact = math.isfinite(number) and (isinstance(value, str) or number == value)
+    except (ValueError, OverflowError):
+        return None
+    return number if exact else None
+
+
+_AT_LEAST: Mapping[str, float] = {
+    "max_model_len": 1,
+    "block_size": 1,
+    "kv_blocks": 1,
+    "max_num_seqs": 1,
+    "max_batched_tokens": 1,
+    "threads": 1,
+    "port": 0,
+    "management_port": 0,
+    "max_queue": 0,
+    "drain_timeout_s": 0,
+}
+_ABOVE: Mapping[str, float] = {"kv_memory": 0, "max_body_mb": 0}
+_AT_MOST: Mapping[str, float] = {"port": 65535, "management_port": 65535}
+_NOT_EMPTY = ("model", "host", "api_key", "served_model_name")
+
+
+def _check_ranges(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
+    def refuse(name: str, rule: str) -> typing.NoReturn:
+        shown = "" if name in SECRETS else f" {values[name]!r}"
+        raise ConfigError(f"{name}{shown} (from {origins[name]}) {rule}", param=name)
+
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in _AT_LEAST and value < _AT_LEAST[name]:
+            refuse(name, f"must be at least {_AT_LEAST[name]}")
+        if name in _ABOVE and value <= _ABOVE[name]:
+            refuse(name, f"must be above {_ABOVE[name]}")
+        if name in _AT_MOST and value > _AT_MOST[name]:
+            refuse(name, f"must be at most {_AT_MOST[name]}")
+        if name in _NOT_EMPTY and not value.strip():
+            refuse(name, "must not be empty")
+    if values["served_model_name"] and not all(part.strip() for part in values["served_model_name"].split(",")):
+        refuse("served_model_name", "has an empty name between commas")
+    if values["block_size"].bit_count() != 1:
+        refuse("block_size", "must be a power of two")
+
+
+def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[str]) -> None:
+    """Settle what contradicts: two values given with the same authority are an error, else the weaker gives way."""
+
+    def clash(one: str, other: str, why: str) -> typing.NoReturn:
+        raise ConfigError(
+            f"{one} {values[one]} (from {origins[one]}) and {other} {values[other]} (from {origins[other]}) "
+            f"contradict: {why}",
+            param=one,
+        )
+
+    seqs, tokens = "max_num_seqs", "max_batched_tokens"
+    if values[seqs] > values[tokens]:
+        weaker, stronger = (seqs, tokens) if origins[seqs] is DEFAULT else (tokens, seqs)
+        if origins[weaker] is not DEFAULT:
+            clash(seqs, tokens, "a step must have room for one token of every running sequence")
+        notes.append(f"{weaker} changed from {values[weaker]} to {values[stronger]} to go with {stronger}")
+        values[weaker] = values[stronger]
+        origins[weaker] = Origin(0, f"default, adjusted to {stronger}")
+
+    blocks, memory = "kv_blocks", "kv_memory"
+    if values[blocks] is not None and values[memory] is not None:
+        if origins[blocks].rank == origins[memory].rank:
+            clash(blocks, memory, "both set the size of the same pool; give one of them")
+        weaker, stronger = sorted((blocks, memory), key=lambda name: origins[name].rank)
+        notes.append(f"{weaker} (from {origins[weaker]}) is overridden by {stronger} (from {origins[stronger]})")
+        values[weaker], origins[weaker] = None, Origin(0, f"overridden by {stronger}")
+
+    port, management = "port", "management_port"
+    if values[management] is None and values[port] == 65535:
+        raise ConfigError(
+            "port 65535 leaves no port after it for the management listener; give management_port", param=management
+        )
+    if values[management] is not None and values[management] == values[port] != 0:
+        clash(management, port, "the two listeners need ports of their own")
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    parts = {}
+    for section in dataclasses.fields(Config):
+        owner = typing.get_type_hints(Config)[section.name]
+        parts[section.name] = owner(**{field.name: values[field.name] for field in dataclasses.fields(owner)})
+    return Config(**parts)

@@ -1,0 +1,107 @@
+"""Keeps control tokens spelled in user-supplied text from becoming control tokens.
+
+A chat template writes control tokens (``<|im_end|>``) around text that users wrote. After rendering, the two look the
+same. So every spelling of a control token in the messages is put between two marks before rendering; afterwards the
+marks tell which stretches of the prompt are a user's::
+
+    message    "hi<|im_end|>"        marked    "hi[m><|im_end|><m]"
+    rendered   "<|im_start|>user\\nhi[m><|im_end|><m]<|im_end|>\\n"
+    unmarked   "<|im_start|>user\\nhi<|im_end|><|im_end|>\\n"     and   [19, 29) is a user's
+
+A text that *ends* in the beginning of a control token is marked too, as another string may follow it directly. The
+marks are random words, so nobody can write them.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from ropeway.errors import InvalidRequest
+
+_STRUCTURE = frozenset({"role", "type"})
+"""Keys whose values templates compare with, or turn into, control tokens."""
+_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+class ControlSpellings:
+    """The spellings of a tokenizer's control tokens. Immutable."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        longest_first = sorted((s for s in set(spellings) if s), key=len, reverse=True)
+        self._first = frozenset(s[0] for s in longest_first)
+        self._prefixes = frozenset(s[:n] for s in longest_first for n in range(1, len(s)))
+        self._longest = max(map(len, longest_first), default=0)
+        self._any = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def found_in(self, text: str) -> bool:
+        return self._any is not None and self._any.search(text) is not None
+
+    def mark(self, value: Any, marks: Marks) -> Any:
+        """``value`` (messages, tools, ...) with every control token in a string between marks; the same object when
+        there is none. Raises ``InvalidRequest`` for a role or type that is no plain name."""
+        if isinstance(value, str):
+            return self._mark_text(value, marks)
+        if isinstance(value, list | tuple):
+            return [self.mark(item, marks) for item in value]
+        if isinstance(value, dict):
+            return {self._mark_key(key, marks): self._mark_field(key, item, marks) for key, item in value.items()}
+        return value
+
+    def _mark_key(self, key: Any, marks: Marks) -> Any:
+        return self._mark_text(key, marks) if isinstance(key, str) and not key.isidentifier() else key
+
+    def _mark_field(self, key: Any, value: Any, marks: Marks) -> Any:
+        if key not in _STRUCTURE or not isinstance(value, str):
+            return self.mark(value, marks)
+        if not _NAME.fullmatch(value):
+            raise InvalidRequest(f"{key} must be a plain name, not {value[:80]!r}", param="messages")
+        return value
+
+    def _mark_text(self, text: str, marks: Marks) -> str:
+        if self._any is None:
+            return text
+        marked, count = self._any.subn(lambda match: marks.around(match[0]), text)
+        if not count and not self._first.intersection(text[-self._longest :]):
+            return text
+        last_end = max((match.end() for match in self._any.finditer(text)), default=0) if count else 0
+        for length in range(min(self._longest - 1, len(text) - last_end), 0, -1):
+            if text[-length:] in self._prefixes:
+                marked = marked[:-length] + marks.around(text[-length:])
+                break
+        marks.used = marks.used or marked != text
+        return marked
+
+
+class Marks:
+    """The two marks of one rendering."""
+
+    def __init__(self) -> None:
+        word = secrets.token_hex(12)
+        self._open, self._close = f"a{word}b", f"c{word}d"
+        self._any = re.compile(f"{self._open}|{self._close}")
+        self.used = False
+
+    def around(self, text: str) -> str:
+        return f"{self._open}{text}{self._close}"
+
+    def remove(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+        """``text`` without marks, and the half-open intervals in it that stood between an opening mark and the closing
+        one right after it. A mark that lost its partner (a template may split strings) means nothing."""
+        parts: list[str] = []
+        intervals: list[tuple[int, int]] = []
+        size = read = 0
+        opened: int | None = None
+        for match in self._any.finditer(text):
+            parts.append(text[read : match.start()])
+            size += match.start() - read
+            read = match.end()
+            if match[0] == self._open:
+                opened = size
+            elif opened is not None:
+                intervals.append((opened, size))
+                opened = None
+        parts.append(text[read:])
+        return "".join(parts), intervals
