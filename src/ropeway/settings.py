@@ -29,6 +29,8 @@ from ropeway.config import Config
 from ropeway.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "ROPEWAY_"
+_OTHER_VARIABLES = frozenset({"ROPEWAY_CACHE", "ROPEWAY_PYPI_URL"})
+"""Where ``ropeway.loading.sources`` looks for models; not settings of an engine."""
 SECRETS = frozenset({"api_key"})
 """Fields whose values are never printed."""
 
@@ -243,7 +245,7 @@ def _from_environment(environ: Mapping[str, str], notes: list[str]) -> Given:
     for variable, value in sorted(environ.items()):
         if variable in by_variable:
             yield by_variable[variable], value, Origin(2, f"environment variable {variable}")
-        elif variable.startswith(ENVIRONMENT_PREFIX):
+        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in _OTHER_VARIABLES:
             # Not an error: other programs (Kubernetes' service links, say) make such names, too.
             notes.append(f"environment variable {variable} names no setting{_nearest(variable, by_variable)}; ignored")
 

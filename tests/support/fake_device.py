@@ -113,9 +113,7 @@ class FakeDevice:
                 for i, value in enumerate(hidden):
                     position = start + i
                     layer[row.blocks[position // self.block_size]][position % self.block_size] = value
-                seen = [
-                    layer[row.blocks[p // self.block_size]][p % self.block_size] for p in range(start + count)
-                ]
+                seen = [layer[row.blocks[p // self.block_size]][p % self.block_size] for p in range(start + count)]
                 assert None not in seen, "an unwritten slot was read"
                 hidden = [mix(seen[: start + i + 1]) for i in range(count)]  # type: ignore[arg-type]
             work.hidden.append(hidden[-1])

@@ -62,7 +62,7 @@ class GroupedTensor:
     def dequantize(self) -> Tensor:
         """float32 [n, k]."""
         n, k = self.codes.shape
-        values = self.codes.view(n, -1, self.group).float() * self.scales.float()[:, :, None]
+        values = self.codes.view(n, k // self.group, self.group).float() * self.scales.float()[:, :, None]
         if self.minimums is not None:
             values = values + self.minimums.float()[:, :, None]
         return values.view(n, k)
@@ -314,5 +314,3 @@ def philox_uniform(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> N
         k0 = (k0 + np.uint64(0x9E3779B9)) & mask
         k1 = (k1 + np.uint64(0xBB67AE85)) & mask
     return ((c0 >> np.uint64(8)).astype(np.float32)) * np.float32(2.0**-24)
-
-

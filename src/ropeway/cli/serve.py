@@ -1,0 +1,32 @@
+"""ropeway serve"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ropeway.cli.failures import told_plainly
+from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.settings import render
+
+
+@told_plainly
+@with_settings("model", "cache", "scheduler", "engine", "server")
+def serve(
+    model: Model = None,
+    config: ConfigFile = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the settings and where each came from, then exit.")
+    ] = False,
+    **flags: Any,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API does."""
+    log_to_stderr()
+    result = resolved(model, config, flags)
+    if show_config:
+        typer.echo(render(result))
+        return
+    from ropeway.server.run import run
+
+    raise typer.Exit(run(result.config))

@@ -1,0 +1,87 @@
+"""The CPU device: native kernels on a pool of threads, memory shared with the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ropeway.devices.base import HostTensor, Kernels, KVCache, KVDtype, Memory, Stream, Weight
+from ropeway.devices.cpu import _native, kv, weights
+from ropeway.devices.cpu.kernels import CpuKernels
+from ropeway.devices.memory import host_memory
+from ropeway.devices.processor import available_cores
+from ropeway.devices.stream import ThreadStream
+from ropeway.errors import ConfigError
+
+_READ_BYTES = 256 << 20
+
+
+class CpuDevice:
+    """See ``devices.base.Device``. A process that forks must not use the device in the child."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, isa: str = "auto", *, stream: Stream | None = None) -> None:
+        """``threads``: one per core this process may use by default. ``isa``: "auto", or one of
+        ``_native.available_isas()`` by name. ``stream``: a thread of its own by default; an ``InlineStream``
+        makes the device synchronous. Raises ``ConfigError``."""
+        try:
+            self._context = _native.Context(available_cores() if threads is None else threads, isa)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.kernels: Kernels = CpuKernels(self._context)
+        self.stream: Stream = ThreadStream("cpu-stream") if stream is None else stream
+
+    def memory(self) -> Memory:
+        return host_memory()
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        array = np.ascontiguousarray(array)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def download(self, tensor: Tensor) -> NDArray[Any]:
+        array: NDArray[Any] = tensor.numpy()
+        return array
+
+    def pack(self, tensor: HostTensor) -> Weight:
+        return weights.pack(self._context, tensor)
+
+    def vector(self, tensor: HostTensor) -> Tensor:
+        return tensor.dequantize().clone(memory_format=torch.contiguous_format)
+
+    def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
+        return kv.block_bytes(layers, kv_heads, head_dim, block_size, dtype)
+
+    def kv_cache(
+        self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
+    ) -> KVCache:
+        return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype)
+
+    def bandwidth(self) -> float:
+        """Bytes per second that all threads read from memory together, far beyond the caches: the best of several
+        runs (about 0.2 s), because whatever else the machine does only makes one slower."""
+        memory = torch.empty(_READ_BYTES, dtype=torch.uint8)
+        _native.advise_large_pages(memory.data_ptr(), memory.nbytes)
+        memory.fill_(1)
+        best = float("inf")
+        for _ in range(8):
+            began = time.perf_counter()
+            _native.read_memory(self._context, memory.data_ptr(), memory.nbytes)
+            best = min(best, time.perf_counter() - began)
+        return _READ_BYTES / best
+
+    def report(self) -> dict[str, str]:
+        isas = _native.available_isas()
+        return {
+            "kernels": f"native, {self._context.isa} (usable here: {', '.join(isas)})",
+            "threads": f"{self._context.threads} (cores this process may use: {available_cores()})",
+            "fallbacks": "none",
+        }
+
+    def close(self) -> None:
+        self.stream.close()

@@ -1,0 +1,108 @@
+"""The two applications: the API, and the management listener's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.config import Config
+from ropeway.engine.client import AsyncEngine
+from ropeway.errors import Draining, EngineDead
+from ropeway.server import errors, routes
+from ropeway.server.auth import RequireKey
+from ropeway.server.chat import create_chat_completion
+from ropeway.server.completions import create_completion
+from ropeway.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from ropeway.server.state import State
+from ropeway.server.streaming import json_response
+from ropeway.server.tracing import Doorkeeper, RequestId
+from ropeway.version import version
+
+_POSTS: tuple[tuple[str, Any, type[msgspec.Struct]], ...] = (
+    ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest),
+    ("/v1/completions", create_completion, CompletionRequest),
+    ("/tokenize", routes.tokenize, TokenizeRequest),
+    ("/detokenize", routes.detokenize, DetokenizeRequest),
+)
+_GETS = (
+    ("/v1/models", routes.list_models),
+    ("/v1/models/{model:path}", routes.retrieve_model),
+    ("/health", routes.health),
+    ("/version", routes.show_version),
+    ("/metrics", routes.metrics),
+)
+
+
+def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mapping[str, float] | None = None) -> FastAPI:
+    """The API over a running engine. ``app.state.ropeway`` is its ``State``.
+
+    ``sampling_defaults``: what the model recommends for fields a request leaves out."""
+    app = _bare_app("Ropeway")
+    app.state.ropeway = State(engine, config, sampling_defaults or {})
+    for path, handler, body in _POSTS:
+        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_body_schema(body))
+    for path, handler in _GETS:
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    # Added last is outermost.
+    app.add_middleware(Doorkeeper, door=app.state.ropeway.door)
+    if config.server.api_key is not None:
+        app.add_middleware(RequireKey, key=config.server.api_key)
+    app.add_middleware(RequestId, access_log=config.server.access_log)
+    return app
+
+
+def create_management_app() -> FastAPI:
+    """Health, readiness and metrics. It runs before there is an engine: until somebody sets ``app.state.ropeway`` to
+    the ``State`` of the API, the process is healthy and not ready."""
+    app = _bare_app("Ropeway management")
+    app.state.ropeway = None
+
+    async def health(request: Request) -> Response:
+        return json_response({"status": "loading"}) if app.state.ropeway is None else await routes.health(request)
+
+    async def ready(request: Request) -> Response:
+        _raise_unless_loaded(app)
+        if app.state.ropeway.door.closed:
+            raise Draining("shutting down")
+        return await routes.health(request)
+
+    async def metrics(request: Request) -> Response:
+        _raise_unless_loaded(app)
+        return await routes.metrics(request)
+
+    for path, handler in (("/health", health), ("/ready", ready), ("/metrics", metrics)):
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    return app
+
+
+def _raise_unless_loaded(app: FastAPI) -> None:
+    if app.state.ropeway is None:
+        raise EngineDead("the model is being loaded", code="loading")
+
+
+def _bare_app(title: str) -> FastAPI:
+    app = FastAPI(title=title, version=version(), redirect_slashes=False)
+    errors.install(app)
+    return app
+
+
+def _body_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
+    """OpenAPI's description of a JSON body, written out in place."""
+    (schema,), components = msgspec.json.schema_components([body], ref_template="{name}")
+
+    def inline(node: Any) -> Any:
+        if isinstance(node, dict):
+            return inline(components[node["$ref"]]) if "$ref" in node else {k: inline(v) for k, v in node.items()}
+        return [inline(item) for item in node] if isinstance(node, list) else node
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}

@@ -1,0 +1,124 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.engine.client import Delta
+from ropeway.errors import InvalidRequest
+from ropeway.request import Completion, TokenLogprob
+from ropeway.server.generating import Generating
+from ropeway.server.generating import now as arrival_now
+from ropeway.server.logprobs import chat_logprobs
+from ropeway.server.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+)
+from ropeway.server.sampling import chat_params
+from ropeway.server.state import State, state_of
+from ropeway.server.streaming import DONE, EventStream, cancelling_on_disconnect, event, json_response
+
+
+async def create_chat_completion(request: Request) -> Response:
+    arrival = arrival_now()
+    state = state_of(request)
+    body = await state.read(request, ChatCompletionRequest)
+    answer = ChatAnswer(state, body)
+    params = chat_params(body, state.sampling_defaults)
+    prompt = await state.prompts.chat(
+        body.messages,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    salt = check_salt(body.cache_salt)
+    generating = state.generate([prompt], params, cache_salt=salt, arrival=arrival)
+    if body.stream:
+        return EventStream(answer.chunks(generating, prompt), generating.cancel)
+    with cancelling_on_disconnect(request.receive, generating.cancel):
+        completions = await generating.collect()
+    return json_response(answer.whole(generating, completions, prompt))
+
+
+def check_salt(salt: str | None) -> str | None:
+    if salt == "":
+        raise InvalidRequest("cache_salt must not be empty; leave it out to share the cache", param="cache_salt")
+    return salt
+
+
+class ChatAnswer:
+    """Writes the answer to one request, whole or in chunks. In a stream, a choice's first chunk has the role and
+    comes with its first token; the chunk that ends it has its last text and ``finish_reason``."""
+
+    def __init__(self, state: State, body: ChatCompletionRequest) -> None:
+        self._tokenizer = state.engine.tokenizer
+        self._token_ids = bool(body.return_token_ids)
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._frame: dict[str, Any] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": state.model_name(body.model),
+        }
+
+    def whole(self, generating: Generating, completions: Sequence[Completion], prompt: list[int]) -> dict[str, Any]:
+        choices = []
+        for each in completions:
+            assert each.finish_reason is not None
+            choices.append(
+                ChatChoice(
+                    index=each.index,
+                    message=AssistantMessage(content=each.text),
+                    logprobs=self._logprobs(each.logprobs),
+                    finish_reason=each.finish_reason.value,  # type: ignore[arg-type]
+                    stop_reason=each.stop_reason,
+                    token_ids=each.token_ids if self._token_ids else UNSET,
+                )
+            )
+        body = {**self._frame, "choices": choices, "usage": generating.usage()}
+        return {**body, "prompt_token_ids": prompt} if self._token_ids else body
+
+    async def chunks(self, generating: Generating, prompt: list[int]) -> AsyncGenerator[bytes, None]:
+        frame = {**self._frame, "object": "chat.completion.chunk"}
+        if self._usage:
+            frame["usage"] = None
+        begun: set[int] = set()
+        async with contextlib.aclosing(generating.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.index not in begun:
+                    first = {"prompt_token_ids": prompt} if self._token_ids and not begun else {}
+                    begun.add(delta.index)
+                    role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
+                    yield event({**frame, "choices": [role], **first})
+                if delta.text or delta.token_ids or delta.finish_reason is not None:
+                    yield event({**frame, "choices": [self._choice(delta)]})
+        if self._usage:
+            yield event({**frame, "choices": [], "usage": generating.usage()})
+        yield DONE
+
+    def _choice(self, delta: Delta) -> ChatChunkChoice:
+        finish = delta.finish_reason
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            logprobs=self._logprobs(delta.logprobs),
+            finish_reason=None if finish is None else finish.value,  # type: ignore[arg-type]
+            stop_reason=UNSET if finish is None else delta.stop_reason,
+            token_ids=delta.token_ids if self._token_ids else UNSET,
+        )
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+        return None if tokens is None or self._tokenizer is None else chat_logprobs(tokens, self._tokenizer)

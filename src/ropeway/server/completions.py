@@ -1,0 +1,111 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.engine.client import Delta
+from ropeway.request import Completion
+from ropeway.server.chat import check_salt
+from ropeway.server.generating import Generating
+from ropeway.server.generating import now as arrival_now
+from ropeway.server.logprobs import CompletionLogprobWriter
+from ropeway.server.prompts import Prompt, Prompts, split_prompts
+from ropeway.server.protocol import CompletionChoice, CompletionRequest
+from ropeway.server.sampling import completion_params
+from ropeway.server.state import State, state_of
+from ropeway.server.streaming import DONE, EventStream, cancelling_on_disconnect, event, json_response
+
+
+async def create_completion(request: Request) -> Response:
+    arrival = arrival_now()
+    state = state_of(request)
+    body = await state.read(request, CompletionRequest)
+    answer = CompletionAnswer(state, body)
+    params = completion_params(body, state.sampling_defaults)
+    prompts = await _encode(state.prompts, split_prompts(body.prompt), body.add_special_tokens is not False)
+    generating = state.generate(prompts, params, cache_salt=check_salt(body.cache_salt), arrival=arrival)
+    if body.stream:
+        return EventStream(answer.chunks(generating, prompts), generating.cancel)
+    with cancelling_on_disconnect(request.receive, generating.cancel):
+        completions = await generating.collect()
+    return json_response(answer.whole(generating, completions, prompts))
+
+
+async def _encode(prompts: Prompts, given: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of every prompt; those given as ids need no tokenizer. Either all are text or none is."""
+    texts = [each for each in given if isinstance(each, str)]
+    if not texts:
+        return [each for each in given if isinstance(each, list)]
+    return await prompts.encode(texts, add_special_tokens=add_special_tokens)
+
+
+class CompletionAnswer:
+    """Writes the answer to one request, whole or in chunks. Without a tokenizer the text is empty and the token ids
+    are given unasked."""
+
+    def __init__(self, state: State, body: CompletionRequest) -> None:
+        self._tokenizer = state.engine.tokenizer
+        self._skip_special_tokens = body.skip_special_tokens is not False
+        self._token_ids = bool(body.return_token_ids) or self._tokenizer is None
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._n = body.n or 1
+        self._writers: dict[int, CompletionLogprobWriter] = {}
+        self._frame: dict[str, Any] = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.model_name(body.model),
+        }
+
+    def whole(
+        self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
+    ) -> dict[str, Any]:
+        choices = []
+        for each in completions:
+            choice = self._choice(each)
+            if self._token_ids:
+                choice.prompt_token_ids = prompts[each.index // self._n]
+            choices.append(choice)
+        return {**self._frame, "choices": choices, "usage": generating.usage()}
+
+    async def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]:
+        frame = {**self._frame, "usage": None} if self._usage else self._frame
+        begun: set[int] = set()
+        async with contextlib.aclosing(generating.deltas()) as deltas:
+            async for delta in deltas:
+                choice = self._choice(delta)
+                if self._token_ids and delta.index not in begun:
+                    choice.prompt_token_ids = prompts[delta.index // self._n]
+                begun.add(delta.index)
+                yield event({**frame, "choices": [choice]})
+        if self._usage:
+            yield event({**frame, "choices": [], "usage": generating.usage()})
+        yield DONE
+
+    def _choice(self, piece: Completion | Delta) -> CompletionChoice:
+        logprobs = None
+        if piece.logprobs is not None:
+            writer = self._writers.get(piece.index)
+            if writer is None:
+                writer = self._writers[piece.index] = CompletionLogprobWriter(
+                    self._tokenizer, self._skip_special_tokens
+                )
+            logprobs = writer.write(piece.logprobs)
+        finish = piece.finish_reason
+        return CompletionChoice(
+            index=piece.index,
+            text=piece.text,
+            logprobs=logprobs,
+            finish_reason=None if finish is None else finish.value,  # type: ignore[arg-type]
+            stop_reason=piece.stop_reason,
+            token_ids=piece.token_ids if self._token_ids else UNSET,
+        )

@@ -1,0 +1,79 @@
+"""Errors as clients see them: OpenAI's ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.errors import Draining, QueueFull, RopewayError
+from ropeway.server.protocol import ErrorBody, ErrorDetail
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(RopewayError):
+    """The client closed its connection. Nobody reads this answer; the status (nginx's) is for the log."""
+
+    status = 499
+    kind = "client_closed_request"
+
+
+def error_body(error: RopewayError) -> bytes:
+    detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    return msgspec.json.encode(ErrorBody(error=detail))
+
+
+def error_response(error: RopewayError) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, QueueFull):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, Draining):
+        headers["retry-after"] = "1"
+    elif error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), error.status, headers, "application/json")
+
+
+def unexpected(error: Exception) -> RopewayError:
+    """What a client is told of a fault of ours: that it is one. The log has the rest."""
+    logger.error("unexpected %s in a request", type(error).__name__, exc_info=error)
+    return RopewayError("internal error; the server's log says more", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of ``app`` the one shape."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RopewayError)
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told = RopewayError(_in_words(request, error))
+        told.status, told.kind = error.status_code, "invalid_request_error"
+        told.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        response = error_response(told)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def fault(request: Request, error: Exception) -> Response:
+        return error_response(unexpected(error))
+
+    app.add_exception_handler(RopewayError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, fault)
+
+
+def _in_words(request: Request, error: HTTPException) -> str:
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        return f"there is no {path} here"
+    if error.status_code == 405:
+        return f"{path} does not take {request.method}"
+    return str(error.detail)

@@ -1,0 +1,138 @@
+"""One HTTP request's generations under way: all its prompts and choices as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from ropeway.engine.client import AsyncEngine, Delta, Generation, Usage
+from ropeway.errors import EngineDead, InvalidRequest, RopewayError
+from ropeway.request import Completion, FinishReason, SamplingParams
+from ropeway.server.errors import ClientGone
+from ropeway.server.metrics import Metrics, Stopwatch
+from ropeway.server.protocol import PromptTokensDetails, UsageBody
+
+
+class Generating:
+    """Choice ``i`` of prompt ``p`` has index ``p * n + i`` over all."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None,
+        most: int,
+        arrival: float,
+    ) -> None:
+        """Hands all prompts to the engine, or none: ``QueueFull`` and all other refusals come from here, before a
+        response has begun. ``most``: choices that fit into the queue and the seats together."""
+        if len(prompts) * params.n > most:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts of n={params.n} choices are {len(prompts) * params.n} requests; this server "
+                f"holds at most {most} at once",
+                param="n" if len(prompts) == 1 else "prompt",
+            )
+        self._engine = engine
+        self._n = params.n
+        self._cancelled: RopewayError | None = None
+        self._generations: list[Generation] = []
+        try:
+            for prompt in prompts:
+                self._generations.append(engine.submit(prompt, params, cache_salt=cache_salt))
+        except BaseException:
+            self.cancel()
+            raise
+        self._stopwatches = [Stopwatch(metrics, arrival, len(prompt), params.n) for prompt in prompts]
+
+    @property
+    def choices(self) -> int:
+        return len(self._generations) * self._n
+
+    def cancel(self, why: RopewayError | None = None) -> None:
+        """Abort what is unfinished. ``why`` is what ``deltas`` then raises, ``ClientGone`` by default; the first
+        reason counts."""
+        self._cancelled = self._cancelled or why
+        for generation in self._generations:
+            generation.cancel()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices as they come, ``index`` over all. Leaving early cancels the rest.
+
+        Raises ``EngineDead`` (or ``RopewayError``) when the engine fails a choice, and the reason of ``cancel`` when
+        that came first."""
+        try:
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for position, delta in merged:
+                    self._stopwatches[position].saw(delta)
+                    self._check(delta)
+                    delta.index += position * self._n
+                    yield delta
+        finally:
+            self.cancel()
+
+    async def collect(self) -> list[Completion]:
+        """All choices, complete. Raises as ``deltas`` does."""
+        completions = [Completion(index) for index in range(self.choices)]
+        async with contextlib.aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                completion = completions[delta.index]
+                completion.text += delta.text
+                completion.token_ids += delta.token_ids
+                if delta.logprobs is not None:
+                    completion.logprobs = (completion.logprobs or []) + delta.logprobs
+                if delta.finish_reason is not None:
+                    completion.finish_reason = delta.finish_reason
+                    completion.stop_reason = delta.stop_reason
+        return completions
+
+    def usage(self) -> UsageBody:
+        """Complete once every choice has finished."""
+        parts: list[Usage] = [generation.usage for generation in self._generations]
+        prompt = sum(part.prompt_tokens for part in parts)
+        completion = sum(part.completion_tokens for part in parts)
+        return UsageBody(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(sum(part.cached_tokens for part in parts)),
+        )
+
+    def _check(self, delta: Delta) -> None:
+        if delta.finish_reason is FinishReason.ERROR:
+            if self._engine.failure is not None:
+                raise EngineDead(f"the engine failed: {delta.error or self._engine.failure}")
+            raise RopewayError(f"the request failed: {delta.error or 'no reason given'}", code="request_failed")
+        if delta.finish_reason is FinishReason.ABORT:
+            raise self._cancelled or ClientGone("the client closed its connection")
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        if len(self._generations) == 1:
+            async for delta in self._generations[0]:
+                yield 0, delta
+            return
+        arrived: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
+
+        async def pump(position: int, generation: Generation) -> None:
+            async for delta in generation:
+                arrived.put_nowait((position, delta))
+
+        pumps = asyncio.gather(*(pump(position, each) for position, each in enumerate(self._generations)))
+        pumps.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (item := await arrived.get()) is not None:
+                yield item
+            await pumps
+        finally:
+            pumps.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await pumps
+
+
+def now() -> float:
+    """The clock of ``arrival``."""
+    return time.perf_counter()

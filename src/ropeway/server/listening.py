@@ -1,0 +1,92 @@
+"""Sockets bound early, and uvicorn on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from ropeway.errors import ConfigError
+
+
+def bind(host: str, port: int, field: str) -> socket.socket:
+    """A socket bound to an address, not listening yet. ``field``: the setting that chose the port.
+
+    Raises ``ConfigError`` naming the port when that can't be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} is no address of this machine: {error.strerror}", param="host") from error
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit this; without it a header and its body, two writes, are 40 ms apart.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise _in_use(host, port, field, error) from error
+    bound.set_inheritable(False)
+    return bound
+
+
+def _in_use(host: str, port: int, field: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host} port {port} ({field}): {error.strerror}; choose another one with "
+        f"--{field.replace('_', '-')}",
+        param=field,
+    )
+
+
+class Listener:
+    """uvicorn on a bound socket, without its signal handling."""
+
+    def __init__(self, app: FastAPI, bound: socket.socket, field: str) -> None:
+        """``field``: the setting that chose the port, for an error to name."""
+        self._bound = bound
+        self._field = field
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                server_header=False,
+                backlog=2048,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Accept connections. Raises ``ConfigError`` when another process has come to listen on the port."""
+        host, port = self._bound.getsockname()[:2]
+        task = asyncio.create_task(self._server.serve(sockets=[self._bound]))
+        while not self._server.started:
+            await asyncio.wait({task}, timeout=0.005)
+            if task.done():
+                try:
+                    task.result()
+                except OSError as error:
+                    raise _in_use(host, port, self._field, error) from error
+        self._task = task
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

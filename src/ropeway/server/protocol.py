@@ -1,0 +1,210 @@
+"""The bodies of the HTTP API: OpenAI's, with vLLM's extra fields.
+
+Requests are strict about types (``"0.7"`` is no number, ``true`` no count); null means absent, as OpenAI has it.
+Ranges of sampling fields are checked by ``SamplingParams``, the only place that knows them. Which other fields are
+refused, and which are let pass, is said in ``fields.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReasonText = Literal["stop", "length"]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    """One more chunk at the end, without choices, with the usage of the whole request."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    """A served name; absent: the first of them."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id, as text, -> bias."""
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    """Prefixes in the cache are shared only under the same salt."""
+    return_token_ids: bool | None = None
+    """Give the token ids of the prompt and of every choice, beside their text."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its beginning-of-text token (chat: default off, the template does it)."""
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    """Goes before ``max_tokens``. Neither: up to the context."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The answer carries on the last message, which must be the assistant's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[Any]
+    """Text, token ids, or a list of either; each prompt has ``n`` choices, in order."""
+    logprobs: int | None = None
+    best_of: int | None = None
+    """Only as much as ``n``."""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+# --------------------------------------------------------------------------- responses
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Columns over the tokens of a choice (of a chunk, in a stream)."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Characters of the choice's text before the token."""
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonText
+    stop_reason: int | str | None = None
+    """vLLM's: the stop string, or the id of the token, that ended it."""
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonText | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """The same in a whole answer and in a chunk of a stream, where ``finish_reason`` may be null."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReasonText | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "ropeway"
+    root: str
+    """The model as it was named to the server."""
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    error: ErrorDetail

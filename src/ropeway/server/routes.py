@@ -1,0 +1,100 @@
+"""The small routes: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.errors import EngineDead, InvalidRequest, ModelNotFound
+from ropeway.server.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from ropeway.server.state import State, state_of
+from ropeway.server.streaming import json_response
+from ropeway.version import version
+
+
+async def list_models(request: Request) -> Response:
+    state = state_of(request)
+    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+
+
+async def retrieve_model(request: Request) -> Response:
+    state = state_of(request)
+    name = request.path_params["model"]
+    if name not in state.model_names:
+        raise ModelNotFound(f"there is no model {name!r:.200} here, only {', '.join(state.model_names)}", param="model")
+    return json_response(_card(state, name))
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a chat as ``/v1/chat/completions`` would see it. No limit of length but the body's,
+    so that a client can find out by how much a text is too long."""
+    state = state_of(request)
+    body = await state.read(request, TokenizeRequest)
+    state.model_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        tokens = await state.prompts.chat(
+            body.messages,
+            add_special_tokens=body.add_special_tokens,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+            bounded=False,
+        )
+    else:
+        (tokens,) = await state.prompts.encode(
+            [body.prompt or ""], add_special_tokens=body.add_special_tokens is not False, bounded=False
+        )
+    text_of = state.prompts.need_tokenizer().token_text
+    return json_response(
+        TokenizeResponse(
+            count=len(tokens),
+            max_model_len=state.engine.info.max_model_len,
+            tokens=tokens,
+            token_strs=[text_of(token) for token in tokens] if body.return_token_strs else None,
+        )
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    state = state_of(request)
+    body = await state.read(request, DetokenizeRequest)
+    state.model_name(body.model)
+    tokenizer = state.prompts.need_tokenizer()
+    size = state.engine.info.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < size:
+            raise InvalidRequest(f"token id {token} is not in [0, {size})", param="tokens")
+    text = await state.prompts.run(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_response(DetokenizeResponse(prompt=text))
+
+
+async def health(request: Request) -> Response:
+    """Whether the engine lives; 503 with the reason if not."""
+    failure = state_of(request).engine.failure
+    if failure is not None:
+        raise EngineDead(failure)
+    return json_response({"status": "ok"})
+
+
+async def show_version(request: Request) -> Response:
+    return json_response({"version": version()})
+
+
+async def metrics(request: Request) -> Response:
+    return Response(state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _card(state: State, name: str) -> ModelCard:
+    return ModelCard(
+        id=name, created=state.created, root=state.config.model.model, max_model_len=state.engine.info.max_model_len
+    )

@@ -1,0 +1,173 @@
+"""The life of a server process: bind, load, serve, drain.
+
+Ports are bound before the model is loaded, so that one in use is told at once. The management listener answers from
+then on (healthy, not ready), the API once the engine is there. The first SIGTERM or SIGINT closes the door: readiness
+and new requests get 503, running ones have ``drain_timeout_s`` to finish. A second one ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from fastapi import FastAPI
+
+from ropeway.config import Config, ServerConfig
+from ropeway.engine.client import AsyncEngine
+from ropeway.errors import Draining
+from ropeway.server.app import create_app, create_management_app
+from ropeway.server.listening import Listener, bind
+from ropeway.server.sampling import read_defaults
+from ropeway.server.state import State
+
+logger = logging.getLogger(__name__)
+
+StartEngine = Callable[[Config], Awaitable[AsyncEngine]]
+
+_LOOPBACK = "127.0.0.1"
+_LAST_WORDS_S = 2.0
+"""Time for cancelled requests to tell their clients."""
+
+
+def run(config: Config) -> int:
+    """Serve until a signal ends it; the exit code. Raises ``ConfigError`` for a port in use, or what loading raises."""
+    import uvloop
+
+    from ropeway.engine.process import start_engine
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, start_engine))
+
+
+async def serve(config: Config, start_engine: StartEngine) -> int:
+    """As ``run``, on a loop that is running already, in the main thread."""
+    signals = _Signals()
+    with contextlib.ExitStack() as stack:
+        api_socket, management_socket = _bind_both(config.server, stack)
+        stack.enter_context(signals.caught())
+        management_app = create_management_app()
+        management = Listener(management_app, management_socket, "management_port")
+        await management.start()
+        engine: AsyncEngine | None = None
+        try:
+            engine = await _unless(signals.first, start_engine(config))
+            if engine is None:
+                return 0
+            return await _serve_api(config, engine, api_socket, management_app, signals)
+        finally:
+            await management.stop()
+            if engine is not None:
+                await engine.close()
+
+
+async def _serve_api(
+    config: Config, engine: AsyncEngine, api_socket: socket.socket, management_app: FastAPI, signals: _Signals
+) -> int:
+    defaults = await asyncio.to_thread(_sampling_defaults, config)
+    app = create_app(engine, config, sampling_defaults=defaults)
+    state: State = app.state.ropeway
+    api = Listener(app, api_socket, "port")
+    await api.start()
+    management_app.state.ropeway = state
+    # What start-up made lives as long as the process; the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    _announce(state, api_socket)
+    await signals.first.wait()
+    code = await _drain(state, config.server.drain_timeout_s, signals)
+    await api.stop()
+    state.prompts.close()
+    return code
+
+
+async def _drain(state: State, timeout_s: float, signals: _Signals) -> int:
+    """Let running requests finish; the exit code."""
+    state.door.closed = True
+    logger.info("shutting down: %d requests have %.0f s to finish", state.door.inside, timeout_s)
+    finished = asyncio.create_task(state.door.empty())
+    impatient = asyncio.create_task(signals.second.wait())
+    await asyncio.wait({finished, impatient}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    impatient.cancel()
+    if not finished.done():
+        logger.warning("%d requests are cut off", state.door.inside)
+        state.cancel_all(Draining("the server shut down before the request was finished"))
+        await asyncio.wait({finished}, timeout=_LAST_WORDS_S)
+        finished.cancel()
+    return 128 + signal.SIGTERM if signals.second.is_set() else 0
+
+
+class _Signals:
+    """SIGTERM and SIGINT, counted."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._heard)
+        try:
+            yield
+        finally:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(each)
+
+    def _heard(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _unless(event: asyncio.Event, work: Awaitable[Any]) -> Any:
+    """The result of ``work``, or None if ``event`` comes first and ``work`` is cancelled."""
+    task = asyncio.ensure_future(work)
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
+    finally:
+        waiter.cancel()
+
+
+def _bind_both(server: ServerConfig, stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    api = stack.enter_context(contextlib.closing(bind(server.host, server.port, "port")))
+    port = server.management_port
+    if port is None:
+        port = server.port + 1 if server.port else 0
+    return api, stack.enter_context(contextlib.closing(bind(_LOOPBACK, port, "management_port")))
+
+
+def _sampling_defaults(config: Config) -> dict[str, float]:
+    from ropeway.loading.sources import resolve
+
+    defaults = read_defaults(resolve(config.model.model))
+    if defaults:
+        listed = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        logger.info("where a request does not say otherwise, the model's generation_config.json does: %s", listed)
+    return defaults
+
+
+def _announce(state: State, api_socket: socket.socket) -> None:
+    info = state.engine.info
+    host, port = api_socket.getsockname()[:2]
+    logger.info(
+        "serving %s on http://%s:%d (context %d tokens, %d blocks of %d, %d sequences at once)",
+        ", ".join(state.model_names),
+        f"[{host}]" if ":" in host else host,
+        port,
+        info.max_model_len,
+        info.num_blocks,
+        info.block_size,
+        info.max_num_seqs,
+    )

@@ -1,0 +1,102 @@
+"""A request's sampling fields as ``SamplingParams``: the request's own, else the model's, else the built-in ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from ropeway.errors import InvalidRequest
+from ropeway.request import SamplingParams
+from ropeway.server.limits import MAX_LOGIT_BIAS
+from ropeway.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_FROM_REQUEST = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+)
+_COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for text completions."""
+
+
+def read_defaults(model: Path) -> dict[str, float]:
+    """The sampling fields a model's folder recommends in ``generation_config.json``; {} when it has none.
+
+    What is unusable is passed over with a warning: a recommendation is no reason not to serve.
+    """
+    try:
+        content = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    defaults: dict[str, float] = {}
+    for name in _FROM_MODEL:
+        value = content.get(name) if isinstance(content, dict) else None
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequest as error:
+            logger.warning("the model's generation_config.json is ignored where %s", error.message)
+        else:
+            defaults[name] = value
+    return defaults
+
+
+def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, float]) -> SamplingParams:
+    """Raises ``InvalidRequest`` naming the field."""
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    max_tokens = request.max_tokens
+    if request.max_completion_tokens is not None:
+        max_tokens = request.max_completion_tokens
+    try:
+        return _params(request, defaults, max_tokens, logprobs)
+    except InvalidRequest as error:
+        if error.param == "logprobs":
+            raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from error
+        if error.param == "max_tokens" and request.max_completion_tokens is not None:
+            message = error.message.replace("max_tokens", "max_completion_tokens")
+            raise InvalidRequest(message, param="max_completion_tokens") from error
+        raise
+
+
+def completion_params(request: CompletionRequest, defaults: Mapping[str, float]) -> SamplingParams:
+    """Raises ``InvalidRequest`` naming the field."""
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest(f"best_of {request.best_of} is not supported, only best_of equal to n", param="best_of")
+    max_tokens = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.max_tokens is None and request.min_tokens is not None:
+        max_tokens = max(max_tokens, request.min_tokens)
+    return _params(request, defaults, max_tokens, request.logprobs)
+
+
+def _params(
+    request: GenerationRequest, defaults: Mapping[str, float], max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    given = {name: value for name in _FROM_REQUEST if (value := getattr(request, name)) is not None}
+    stop = request.stop
+    return SamplingParams(
+        **{**defaults, **given},
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=_logit_bias(request.logit_bias or {}),
+    )
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(given)} entries; the limit is {MAX_LOGIT_BIAS}", param="logit_bias")
+    for key in given:
+        if not re.fullmatch(r"-?[0-9]{1,18}", key):
+            raise InvalidRequest(f"logit_bias names {key[:32]!r}, which is no token id", param="logit_bias")
+    return {int(key): float(bias) for key, bias in given.items()}

@@ -1,0 +1,85 @@
+"""What the routes of one application share."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from ropeway.config import Config
+from ropeway.engine.client import AsyncEngine
+from ropeway.errors import ModelNotFound, RopewayError
+from ropeway.request import SamplingParams
+from ropeway.server.fields import UnknownFields, refuse_unserved
+from ropeway.server.generating import Generating
+from ropeway.server.limits import convert, parse_object, read_body
+from ropeway.server.metrics import Metrics
+from ropeway.server.prompts import Prompts
+from ropeway.server.tracing import Door
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class State:
+    def __init__(self, engine: AsyncEngine, config: Config, sampling_defaults: Mapping[str, float]) -> None:
+        self.engine = engine
+        self.config = config
+        self.sampling_defaults = sampling_defaults
+        self.created = int(time.time())
+        names = config.server.served_model_name or config.model.model
+        self.model_names = [name.strip() for name in names.split(",")] if config.server.served_model_name else [names]
+        self.most_requests = config.server.max_queue + engine.info.max_num_seqs
+        """Choices that fit into the queue and the seats together."""
+        self.door = Door()
+        self.metrics = Metrics(engine)
+        self.prompts = Prompts(engine.tokenizer, max_model_len=engine.info.max_model_len, most=self.most_requests)
+        self._unknown_fields = UnknownFields()
+        self._generating: weakref.WeakSet[Generating] = weakref.WeakSet()
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The request's body as ``kind``. Raises ``PayloadTooLarge`` and ``InvalidRequest``."""
+        content = parse_object(await read_body(request, int(self.config.server.max_body_mb * 2**20)))
+        refuse_unserved(content)
+        body = convert(content, kind)
+        self._unknown_fields.note(content, kind.__struct_fields__)
+        return body
+
+    def model_name(self, asked: str | None) -> str:
+        """The served name a request means. Raises ``ModelNotFound``."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            raise ModelNotFound(
+                f"there is no model {asked!r:.200} here, only {', '.join(self.model_names)}", param="model"
+            )
+        return asked
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str | None, arrival: float
+    ) -> Generating:
+        """Hand prompts to the engine; raises as ``Generating`` does."""
+        generating = Generating(
+            self.engine,
+            self.metrics,
+            prompts,
+            params,
+            cache_salt=cache_salt,
+            most=self.most_requests,
+            arrival=arrival,
+        )
+        self._generating.add(generating)
+        return generating
+
+    def cancel_all(self, why: RopewayError) -> None:
+        for generating in list(self._generating):
+            generating.cancel(why)
+
+
+def state_of(request: Request) -> State:
+    state = request.app.state.ropeway
+    assert isinstance(state, State)
+    return state

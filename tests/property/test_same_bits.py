@@ -1,0 +1,224 @@
+"""Same request, same bits, on a real (tiny) model and the native kernels: tokens and log-probabilities do not
+depend on the batch, chunking, preemption, prefix hits, asynchronous scheduling or seats taken over."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ropeway.cache.pool import BlockPool
+from ropeway.config import SchedulerConfig
+from ropeway.devices.base import KVDtype
+from ropeway.engine.engine import Engine
+from ropeway.engine.messages import NewRequest
+from ropeway.execution.local import LocalExecutor
+from ropeway.execution.worker import Worker
+from ropeway.loading.open import open_checkpoint
+from ropeway.models.model import Model
+from ropeway.models.registry import load_model
+from ropeway.outcome import StepOutput
+from ropeway.parallel.communicator import SingleProcess
+from ropeway.request import SamplingParams
+from ropeway.scheduling.scheduler import Scheduler
+from tests.support.devices import device
+from tests.support.tiny_models import tiny_checkpoint
+
+MAX_LEN = 64
+END = 2
+MODELS = {"llama": "fp32", "qwen2-sliding": "bf16", "qwen3": "bf16"}
+WORKLOADS = 80
+"""Per model."""
+seen: Counter[str] = Counter()
+
+Outcome = tuple[list[int], list[float]]
+
+
+@functools.cache
+def load(name: str) -> Model:
+    checkpoint = open_checkpoint(tiny_checkpoint(name))
+    return load_model(checkpoint, device("cpu"), SingleProcess(), dtype=MODELS[name], max_model_len=MAX_LEN)
+
+
+class Bench:
+    """An engine around a loaded model, its cache and token rows filled with poison."""
+
+    def __init__(self, name: str, blocks: int, block_size: int, config: SchedulerConfig, prefix_cache: bool) -> None:
+        model = load(name)
+        kv: KVDtype = "fp32" if model.dtype == "fp32" else "bf16"
+        cache = device("cpu").kv_cache(model.num_layers, blocks, model.num_kv_heads, model.head_dim, block_size, kv)
+        cache.data.fill(0xFF)  # type: ignore[attr-defined]  # NaN in either type
+        max_len = min(MAX_LEN, blocks * block_size)
+        worker = Worker(
+            device("cpu"), model, cache, max_num_seqs=config.max_num_seqs, max_model_len=max_len, vocab_size=160
+        )
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len)
+        self.engine = Engine(
+            self.scheduler,
+            LocalExecutor(worker),
+            self.receive,
+            max_model_len=max_len,
+            end_ids=(END,),
+            prefix_cache=prefix_cache,
+        )
+
+    def receive(self, output: StepOutput) -> None:
+        for request, token in zip(output.ids.tolist(), output.tokens.tolist(), strict=True):
+            self.tokens.setdefault(request, []).append(token)
+        if output.logprobs is not None:
+            for row, chosen in zip(output.logprobs.row.tolist(), output.logprobs.chosen.tolist(), strict=True):
+                self.logprobs.setdefault(int(output.ids[row]), []).append(chosen)
+
+
+def new_request(request_id: int, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> NewRequest:
+    return NewRequest(id=request_id, prompt=np.array(prompt, dtype=np.int32), params=params, seed=seed)
+
+
+@functools.cache
+def alone(name: str, prompt: tuple[int, ...], params_json: bytes, seed: int, max_len: int) -> Outcome:
+    """The request by itself: big blocks, one chunk, synchronous, nothing cached."""
+    params = msgspec.json.decode(params_json, type=SamplingParams)
+    config = SchedulerConfig(max_num_seqs=1, max_batched_tokens=MAX_LEN)
+    bench = Bench(name, max_len // 16 + 1, 16, config, prefix_cache=False)
+    bench.engine.max_model_len = max_len
+    bench.engine.submit([new_request(1, prompt, params, seed)])
+    while bench.engine.has_work:
+        bench.engine.step(0)
+    return bench.tokens[1], bench.logprobs.get(1, [])
+
+
+@dataclass(frozen=True)
+class Arrival:
+    step: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    abort_after: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    blocks: int
+    block_size: int
+    max_num_seqs: int
+    budget: int
+    chunked: bool
+    prefix_cache: bool
+    aheads: tuple[int, ...]
+    arrivals: tuple[Arrival, ...]
+
+
+SHARED = tuple(range(3, 43))
+ids = st.integers(3, 159)
+prompts = st.one_of(
+    st.lists(ids, min_size=1, max_size=30).map(tuple),
+    st.tuples(st.integers(1, 40), st.lists(ids, max_size=3)).map(lambda x: (*SHARED[: x[0]], *x[1])),
+)
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.3]),
+    top_k=st.sampled_from([0, 0, 5, 40]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 1.0]),
+    logit_bias=st.sampled_from([{}, {7: 5.0, 11: -100.0}]),
+    logprobs=st.sampled_from([None, 0, 3]),
+    ignore_eos=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 1]),
+)
+workloads = st.builds(
+    Workload,
+    blocks=st.integers(9, 20),
+    block_size=st.sampled_from([2, 4, 4, 16]),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(6, 64),
+    chunked=st.sampled_from([True, True, True, False]),
+    prefix_cache=st.sampled_from([True, True, False]),
+    aheads=st.lists(st.sampled_from([0, 1, 1]), min_size=1, max_size=4).map(tuple),
+    arrivals=st.lists(
+        st.builds(
+            Arrival,
+            step=st.integers(0, 12),
+            prompt=prompts,
+            params=params,
+            abort_after=st.sampled_from([None, None, None, None, 2, 7]),
+        ),
+        min_size=1,
+        max_size=10,
+    ).map(tuple),
+)
+
+
+def run(name: str, workload: Workload) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=min(workload.max_num_seqs, workload.budget),
+        max_batched_tokens=workload.budget,
+        chunked_prefill=workload.chunked,
+    )
+    bench = Bench(name, workload.blocks, workload.block_size, config, workload.prefix_cache)
+    engine, scheduler = bench.engine, bench.scheduler
+    max_len = engine.max_model_len
+    todo = sorted(enumerate(workload.arrivals), key=lambda x: x[1].step)
+    aborted: set[int] = set()
+    step = 0
+    while todo or engine.has_work:
+        while todo and todo[0][1].step <= step:
+            index, arrival = todo.pop(0)
+            engine.submit([new_request(index, arrival.prompt, arrival.params, seed=index % 3)])
+        for index, arrival in enumerate(workload.arrivals):
+            due = arrival.abort_after is not None and arrival.step + arrival.abort_after == step
+            if due and scheduler.abort(index, "disconnect"):
+                aborted.add(index)
+        engine.step(workload.aheads[step % len(workload.aheads)])
+        scheduler.check()
+        step += 1
+        assert step < 2000, "livelock"
+    for index, arrival in enumerate(workload.arrivals):
+        if len(arrival.prompt) >= min(max_len, len(arrival.prompt) + (arrival.params.max_tokens or 0)):
+            assert index not in bench.tokens
+            continue
+        want, want_logprobs = alone(name, arrival.prompt, msgspec.json.encode(arrival.params), index % 3, max_len)
+        got, got_logprobs = bench.tokens.get(index, []), bench.logprobs.get(index, [])
+        if index in aborted:
+            want, want_logprobs = want[: len(got)], want_logprobs[: len(got_logprobs)]
+        assert got == want
+        assert got_logprobs == want_logprobs
+    seen["workloads"] += 1
+    seen["requests"] += len(workload.arrivals)
+    seen["preemptions"] += scheduler.preemptions
+    seen["prefix hits"] += scheduler.prefix_hits
+    seen["aborts"] += len(aborted)
+    seen["wasted rows"] += sum(scheduler.wasted_rows.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.report("vllm-project/vllm#16832")
+@pytest.mark.report("vllm-project/vllm#17524")
+@pytest.mark.report("vllm-project/vllm#27034")
+def test_tokens_and_logprobs_equal_those_of_the_request_alone(name: str) -> None:
+    torch.manual_seed(0)
+
+    @settings(max_examples=WORKLOADS, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(workloads)
+    def check(workload: Workload) -> None:
+        run(name, workload)
+
+    check()
+
+
+def test_the_workloads_went_through_everything() -> None:
+    print(dict(seen))
+    assert seen["workloads"] >= 200
+    for event in ("preemptions", "prefix hits", "aborts", "wasted rows"):
+        assert seen[event] > 0, event
