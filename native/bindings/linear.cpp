@@ -57,8 +57,7 @@ std::uint64_t bind_read_memory(Context& context, Address memory, std::size_t byt
 
 void bind_linear(nb::module_& module) {
   nb::class_<PackedMatrix>(module, "PackedMatrix", "A matrix packed for `linear` and `gather`; owns no memory.")
-      .def(nb::new_(&describe), nb::arg("layout"), nb::arg("n"), nb::arg("k"), nb::arg("group"),
-           nb::arg("half_scales"))
+      .def(nb::new_(&describe), nb::arg("layout"), nb::arg("n"), nb::arg("k"), nb::arg("group"), nb::arg("half_scales"))
       .def_prop_ro("data_bytes", &data_bytes)
       .def_prop_ro("scale_bytes", &scale_bytes)
       .def("place", &place, nb::arg("data"), nb::arg("scales"), nb::arg("minimums"));
@@ -67,8 +66,8 @@ void bind_linear(nb::module_& module) {
   module.def("gather", &bind_gather, Released());
   module.def("linear", &bind_product, Released());
   module.def("read_memory", &bind_read_memory, Released());
-  module.def(
-      "advise_large_pages", [](Address memory, std::size_t bytes) { advise_large_pages(pointer<void>(memory), bytes); });
+  module.def("advise_large_pages",
+             [](Address memory, std::size_t bytes) { advise_large_pages(pointer<void>(memory), bytes); });
 }
 
 }  // namespace ropeway

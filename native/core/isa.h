@@ -39,12 +39,18 @@ const Table& select_table(Isa isa, const Table* portable, const Table* avx2, con
 }  // namespace ropeway
 
 // Declares a family's table of kernels, defined once per instruction set in kernels/<family>.cpp.
-#define ROPEWAY_DECLARE_TABLE(Table, name)      \
-  namespace portable { extern const Table name; } \
-  namespace avx2 { extern const Table name; }     \
-  namespace avx512 { extern const Table name; }
+#define ROPEWAY_DECLARE_TABLE(Table, name) \
+  namespace portable {                     \
+  extern const Table name;                 \
+  }                                        \
+  namespace avx2 {                         \
+  extern const Table name;                 \
+  }                                        \
+  namespace avx512 {                       \
+  extern const Table name;                 \
+  }
 
 // The table `name` for an available instruction set.
-#define ROPEWAY_TABLE(name, isa)                                                                     \
+#define ROPEWAY_TABLE(name, isa)                                                                       \
   (::ropeway::select_table((isa), &::ropeway::portable::name, ROPEWAY_IF_AVX2(&::ropeway::avx2::name), \
                            ROPEWAY_IF_AVX512(&::ropeway::avx512::name)))

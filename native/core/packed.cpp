@@ -62,9 +62,8 @@ void write_panels(Context& context, const PackedMatrix& matrix, std::int64_t wor
 template <class T>
 void pack_dense(Context& context, const PackedMatrix& matrix, const UnpackedMatrix& source) {
   const auto* const from = static_cast<const T*>(source.values);
-  write_panels<T>(context, matrix, matrix.k, [&](std::int64_t n, std::int64_t i) {
-    return from[n * source.row_stride + i];
-  });
+  write_panels<T>(context, matrix, matrix.k,
+                  [&](std::int64_t n, std::int64_t i) { return from[n * source.row_stride + i]; });
 }
 
 void pack_bf16(Context& context, const PackedMatrix& matrix, const UnpackedMatrix& source) {

@@ -31,8 +31,8 @@ constexpr int panel_width(Layout layout) {
 struct PackedMatrix {
   Layout layout;
   std::int64_t n, k;
-  int group;           // 16 or 32; int4: 32
-  bool half_scales;    // scales and minimums are float16, else float32
+  int group;         // 16 or 32; int4: 32
+  bool half_scales;  // scales and minimums are float16, else float32
   const void* data;
   const void* scales;
   const void* minimums;  // nullptr: none

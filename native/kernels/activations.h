@@ -1,7 +1,8 @@
 // Inputs of `linear` as its inner loops want them, made once per call in scratch memory.
 //
-// Rows are cut into groups of up to kMaxRows, whose sums fit in registers. Inside a group the rows are interleaved,
-// so that an inner loop reads its inputs from front to back at offsets known to the compiler, whatever k is:
+// Rows are cut into groups of a format's `max_rows`, whose sums fit in registers. Inside a group the rows are
+// interleaved, so that an inner loop reads its inputs from front to back at offsets known to the compiler, whatever k
+// is:
 //
 //   fp32, fp16   [k][rows of the group]
 //   bf16         [ceil(k / 2)][rows of the group][2]
@@ -19,14 +20,11 @@
 
 namespace ropeway::ROPEWAY_ISA {
 
-// Sums take two vectors a row; beside them there must be room for weights and an input.
-inline constexpr int kMaxRows = kVectorRegisters == 32 ? 12 : kVectorRegisters == 8 ? 3 : 1;
-
 // Rows [begin(i), begin(i + 1)) are group i; sizes differ by one at most.
 struct RowGroups {
   std::int64_t rows, count;
 
-  explicit RowGroups(std::int64_t rows) : rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
+  RowGroups(std::int64_t rows, int max_rows) : rows(rows), count((rows + max_rows - 1) / max_rows) {}
   std::int64_t begin(std::int64_t i) const { return rows * i / count; }
 };
 
@@ -40,10 +38,11 @@ struct Inputs {
 
 // `body(first_row, rows_of_the_group)` for every group of rows, on all threads when that pays.
 template <class Body>
-inline void for_row_groups(Context& context, std::int64_t rows, std::int64_t k, const Body& body) {
+inline void for_row_groups(Context& context, const RowGroups& groups, std::int64_t k, const Body& body) {
   constexpr std::int64_t serial_elements = 1 << 14;  // waking threads takes as long as converting some thousands
-  const RowGroups groups(rows);
-  const std::int64_t per_tile = rows * k <= serial_elements ? groups.count : serial_elements / (kMaxRows * k) + 1;
+  const std::int64_t elements = groups.rows * k;
+  const std::int64_t per_tile =
+      elements > serial_elements ? groups.count * serial_elements / elements + 1 : groups.count;
   parallel(context, (groups.count + per_tile - 1) / per_tile, [&](std::int64_t tile, int) {
     const std::int64_t end = (tile + 1) * per_tile < groups.count ? (tile + 1) * per_tile : groups.count;
     for (std::int64_t i = tile * per_tile; i < end; ++i) {
@@ -52,10 +51,11 @@ inline void for_row_groups(Context& context, std::int64_t rows, std::int64_t k, 
   });
 }
 
-inline Inputs<float> prepare_f32(Context& context, const float* x, std::int64_t rows, std::int64_t k) {
-  if (rows == 1) return {x, k};
-  float* const out = reinterpret_cast<float*>(context.scratch(static_cast<std::size_t>(rows * k) * sizeof(float)));
-  for_row_groups(context, rows, k, [&](std::int64_t first, int count) {
+inline Inputs<float> prepare_f32(Context& context, const float* x, const RowGroups& groups, std::int64_t k) {
+  if (groups.rows == 1) return {x, k};
+  float* const out =
+      reinterpret_cast<float*>(context.scratch(static_cast<std::size_t>(groups.rows * k) * sizeof(float)));
+  for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
     const float* const from = x + first * k;
     float* const to = out + first * k;
     for (std::int64_t i = 0; i < k; ++i)
@@ -65,11 +65,11 @@ inline Inputs<float> prepare_f32(Context& context, const float* x, std::int64_t 
 }
 
 // Rounded to bfloat16; an odd k is padded with a zero.
-inline Inputs<Bf16Input> prepare_bf16(Context& context, const float* x, std::int64_t rows, std::int64_t k) {
+inline Inputs<Bf16Input> prepare_bf16(Context& context, const float* x, const RowGroups& groups, std::int64_t k) {
   const std::int64_t row_size = k + k % 2;
-  auto* const out =
-      reinterpret_cast<Bf16Input*>(context.scratch(static_cast<std::size_t>(rows * row_size) * sizeof(Bf16Input)));
-  for_row_groups(context, rows, k, [&](std::int64_t first, int count) {
+  const std::size_t size = static_cast<std::size_t>(groups.rows * row_size) * sizeof(Bf16Input);
+  auto* const out = reinterpret_cast<Bf16Input*>(context.scratch(size));
+  for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
     for (int r = 0; r < count; ++r) {
       const float* const from = x + (first + r) * k;
       Bf16Input* to = out + first * row_size + r * 2;
@@ -128,12 +128,12 @@ inline QuantizedGroup quantize(const float* x, bool whole) {
 // Quantised per row and group of 32 features (what is left of k at the end may be 16). A record's correction is
 // `-offset` times the sum of its codes, its sum is scale times that of its codes.
 template <int kGroup>
-inline Inputs<std::byte> prepare_codes(Context& context, const float* x, std::int64_t rows, std::int64_t k,
+inline Inputs<std::byte> prepare_codes(Context& context, const float* x, const RowGroups& groups, std::int64_t k,
                                        std::int32_t offset) {
   using Record = CodeRecord<kGroup>;
   const std::int64_t row_size = k / kGroup * Record::size;
-  std::byte* const out = context.scratch(static_cast<std::size_t>(rows * row_size));
-  for_row_groups(context, rows, k, [&](std::int64_t first, int count) {
+  std::byte* const out = context.scratch(static_cast<std::size_t>(groups.rows * row_size));
+  for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
     for (int r = 0; r < count; ++r) {
       std::byte* record = out + first * row_size;
       for (std::int64_t i = 0; i < k; i += 32) {

@@ -73,26 +73,29 @@ void write_kv(Context& context, const WriteKV& args) {
 struct SpanRange {
   std::int64_t start;  // absolute position of the span
   std::int64_t begin, end;
+  std::int64_t end_of_item;  // relative to the start as well; beyond the span if the next one follows
   const std::int32_t* block_table;
 };
 
 template <class Element>
-SpanTiles<Element> tiles_in_place(const KVStorage& cache, std::int64_t layer, std::int64_t head,
-                                  const SpanRange& range) {
-  SpanTiles<Element> tiles;
+SpanTiles<Element, true> tiles_in_place(const KVStorage& cache, std::int64_t layer, std::int64_t head,
+                                        const SpanRange& range) {
+  const auto offset = [&](std::int64_t t) { return (range.start + 16 * t) % cache.block_size * cache.head_dim; };
+  const auto block = [&](std::int64_t t) { return range.block_table[(range.start + 16 * t) / cache.block_size]; };
+  SpanTiles<Element, true> tiles;
   tiles.value_stride = cache.head_dim;
-  const int first = static_cast<int>(range.begin / 16), last = static_cast<int>((range.end + 15) / 16);
-  for (int t = first; t < last; ++t) {
-    const std::int64_t position = range.start + 16 * t;
-    const std::int64_t block = range.block_table[position / cache.block_size];
-    const std::int64_t offset = position % cache.block_size * cache.head_dim;
-    tiles.keys[t] = block_keys<Element>(cache, block, layer, head) + offset;
-    tiles.values[t] = block_values<Element>(cache, block, layer, head) + offset;
+  const std::int64_t first = range.begin / 16, last = (range.end + 15) / 16;
+  for (std::int64_t t = first; t < last; ++t) {
+    tiles.keys[t] = block_keys<Element>(cache, block(t), layer, head) + offset(t);
+    tiles.values[t] = block_values<Element>(cache, block(t), layer, head) + offset(t);
   }
-  // What is fetched ahead after the last keys are the first values.
-  for (int i = 0; i < kWide; ++i) {
-    tiles.keys[last + i] = tiles.values[least(first + i, last - 1)];
-    tiles.values[last + i] = tiles.values[last - 1];
+  for (std::int64_t i = 0; i < kAhead; ++i) tiles.keys[last + i] = tiles.values[least(first + i, last - 1)];
+  const std::int64_t next_group = round_up(last, kAhead);
+  for (std::int64_t t = last; t < next_group + kAhead; ++t) {
+    const std::int64_t next_tile = kSpan / 16 + t - next_group;
+    const bool follows = t >= next_group && 16 * next_tile < range.end_of_item;
+    tiles.values[t] = follows ? block_keys<Element>(cache, block(next_tile), layer, head) + offset(next_tile)
+                              : tiles.values[last - 1];
   }
   return tiles;
 }
@@ -100,15 +103,14 @@ SpanTiles<Element> tiles_in_place(const KVStorage& cache, std::int64_t layer, st
 // Copies keys and values [range.begin, range.end) to float32; values padded with zeros to `width` features. Blocks
 // without a key in the range are not touched: their table entries may be undefined.
 template <class Element>
-SpanTiles<float> tiles_copied(const KVStorage& cache, std::int64_t layer, std::int64_t head, const SpanRange& range,
-                              std::int64_t width, float* keys, float* values) {
+SpanTiles<float, false> tiles_copied(const KVStorage& cache, std::int64_t layer, std::int64_t head,
+                                     const SpanRange& range, std::int64_t width, float* keys, float* values) {
   const std::int64_t size = cache.head_dim, tile = key_tile(cache);
-  SpanTiles<float> tiles;
+  SpanTiles<float, false> tiles;
   tiles.value_stride = width;
-  for (int t = 0; t < kSpan / 16 + kWide; ++t) {
-    const std::int64_t place = least(16 * t, kSpan - 16);
-    tiles.keys[t] = keys + place * size;
-    tiles.values[t] = values + place * width;
+  for (int t = 0; t < kSpan / 16; ++t) {
+    tiles.keys[t] = keys + 16 * t * size;
+    tiles.values[t] = values + 16 * t * width;
   }
   for (std::int64_t at = range.begin / tile * tile; at < range.end; at += tile) {
     const std::int64_t position = range.start + at;
@@ -217,8 +219,13 @@ class HeadTask {
     const bool in_place = args_.cache.block_size >= 16 && size_ % 16 == 0;
     for (std::int64_t span = item_.span_begin; span < item_.span_end; ++span) {
       const std::int64_t start = span * kSpan;
-      const SpanRange range = {start, first_key(0, start), end_key(item_.tokens - 1, start),
-                               args_.block_table + item_.row * args_.table_stride};
+      const SpanRange range = {
+          .start = start,
+          .begin = first_key(0, start),
+          .end = end_key(item_.tokens - 1, start),
+          .end_of_item = least(item_.first_position + item_.tokens, item_.span_end * kSpan) - start,
+          .block_table = args_.block_table + item_.row * args_.table_stride,
+      };
       if (range.begin >= range.end) {
         if (partials_ != nullptr) leave_out(span, 0, queries_);
         continue;
@@ -285,12 +292,12 @@ class HeadTask {
   }
 
   template <class Element>
-  SpanTiles<float> copied(const SpanRange& range) {
+  SpanTiles<float, false> copied(const SpanRange& range) {
     return tiles_copied<Element>(args_.cache, args_.layer, head_, range, width_, scratch_.keys, scratch_.values);
   }
 
-  template <class Element>
-  void attend(std::int64_t span, const SpanTiles<Element>& tiles) {
+  template <class Tiles>
+  void attend(std::int64_t span, const Tiles& tiles) {
     for (int panel = 0; panel < panels_; ++panel) {
       const int begin = panel_begin(panel);
       with_count(panel_begin(panel + 1) - begin,
@@ -298,8 +305,8 @@ class HeadTask {
     }
   }
 
-  template <int Queries, class Element>
-  void attend_panel(std::int64_t span, int first_query, const SpanTiles<Element>& tiles) {
+  template <int Queries, class Tiles>
+  void attend_panel(std::int64_t span, int first_query, const Tiles& tiles) {
     int begin[Queries], end[Queries];
     int least_begin = kSpan, most_begin = 0, least_end = kSpan, most_end = 0;  // most over the visible queries
     bool all_visible = true;
@@ -350,8 +357,8 @@ class HeadTask {
     }
   }
 
-  template <class Element>
-  void weigh_one(const float* scores, const SpanTiles<Element>& tiles, int r, int begin, int end) {
+  template <class Tiles>
+  void weigh_one(const float* scores, const Tiles& tiles, int r, int begin, int end) {
     if (begin < end) weigh_panel<1>(scores + r * kSpan, tiles, begin, end, width_, scratch_.sums + r * width_);
   }
 

@@ -17,16 +17,25 @@ inline constexpr int kWide = kVectorRegisters >= 32 ? 4 : 1;
 inline f32x16 load_lanes(const float* p) { return load_f32(p); }
 inline f32x16 load_lanes(const std::uint16_t* p) { return load_bf16(p); }
 
-// Where a span's keys and values lie: one address per 16 keys.
-template <class Element>
+// Memory is read faster in several streams, and the processor's own guesses end at every block: so while a tile is
+// used, the tile this many places later is fetched.
+inline constexpr int kAhead = 4;
+
+// Where a span's keys and values lie: one address per 16 keys. After the last keys follow the first values, and after
+// the last values what is needed next, so that there is always something to fetch. `Fetch`: they lie in memory, not
+// in a copy made just now.
+template <class Element, bool Fetch>
 struct SpanTiles {
-  const Element* keys[kSpan / 16 + kWide];    // [head_dim][16]
-  const Element* values[kSpan / 16 + kWide];  // [16][value_stride]
+  const Element* keys[kSpan / 16 + kAhead];    // [head_dim][16]
+  const Element* values[kSpan / 16 + kAhead];  // [16][value_stride]
   std::int64_t value_stride;
 };
 
-// scores[r][16 t + lane] for `Tiles` tiles: sum over d of q[d][r] * keys[t][d][lane]. Fetches the same part of `next`.
-template <int Queries, int Tiles, class Element>
+// Into the second-level cache: in the first one, tiles of the same alignment would push each other out.
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// scores[r][16 t + lane] for `Tiles` tiles: sum over d of q[d][r] * keys[t][d][lane].
+template <int Queries, int Tiles, bool Fetch, class Element>
 inline void score_tiles(const float* q, const Element* const* keys, std::int64_t head_dim, float* scores) {
   f32x16 sums[Queries][Tiles];
   for (int r = 0; r < Queries; ++r)
@@ -35,7 +44,7 @@ inline void score_tiles(const float* q, const Element* const* keys, std::int64_t
     f32x16 k[Tiles];
     for (int t = 0; t < Tiles; ++t) {
       k[t] = load_lanes(keys[t] + 16 * d);
-      __builtin_prefetch(keys[Tiles + t] + 16 * d);
+      if constexpr (Fetch) fetch(keys[kAhead + t] + 16 * d);
     }
     for (int r = 0; r < Queries; ++r) {
       const f32x16 query = set_f32(q[d * Queries + r]);
@@ -47,15 +56,15 @@ inline void score_tiles(const float* q, const Element* const* keys, std::int64_t
 }
 
 // Scores of a panel for key tiles [begin, end) of a span; q [head_dim][Queries] -> scores [Queries][kSpan].
-template <int Queries, class Element>
-void score_panel(const float* q, const SpanTiles<Element>& tiles, int begin, int end, std::int64_t head_dim,
+template <int Queries, class Element, bool Fetch>
+void score_panel(const float* q, const SpanTiles<Element, Fetch>& tiles, int begin, int end, std::int64_t head_dim,
                  float* scores) {
   int t = begin;
   for (; t + kWide <= end; t += kWide)
-    score_tiles<Queries, kWide>(q, tiles.keys + t, head_dim, scores + 16 * t);
+    score_tiles<Queries, kWide, Fetch>(q, tiles.keys + t, head_dim, scores + 16 * t);
   if constexpr (kWide > 1) {
-    for (; t + 2 <= end; t += 2) score_tiles<Queries, 2>(q, tiles.keys + t, head_dim, scores + 16 * t);
-    if (t < end) score_tiles<Queries, 1>(q, tiles.keys + t, head_dim, scores + 16 * t);
+    for (; t + 2 <= end; t += 2) score_tiles<Queries, 2, Fetch>(q, tiles.keys + t, head_dim, scores + 16 * t);
+    if (t < end) score_tiles<Queries, 1, Fetch>(q, tiles.keys + t, head_dim, scores + 16 * t);
   }
 }
 
@@ -78,9 +87,10 @@ inline float soften(float* scores, int begin, int end, float& most) {
   return lane_sum(sum);
 }
 
-// sums[r][16 n + lane] += sum over keys [begin, end) of weights[r][key] * values[key][column + 16 n + lane].
-template <int Queries, int Vectors, class Element>
-inline void weigh_columns(const float* weights, const SpanTiles<Element>& tiles, int begin, int end,
+// sums[r][16 n + lane] += sum over keys [begin, end) of weights[r][key] * values[key][column + 16 n + lane]; all keys
+// in one group of kAhead tiles.
+template <int Queries, int Vectors, class Element, bool Fetch>
+inline void weigh_columns(const float* weights, const SpanTiles<Element, Fetch>& tiles, int begin, int end,
                           std::int64_t column, float* sums, std::int64_t sums_stride) {
   f32x16 total[Queries][Vectors];
   for (int r = 0; r < Queries; ++r)
@@ -88,12 +98,19 @@ inline void weigh_columns(const float* weights, const SpanTiles<Element>& tiles,
   for (int key = begin; key < end;) {
     const int stop = (key | 15) + 1 < end ? (key | 15) + 1 : end;
     const Element* row = tiles.values[key >> 4] + (key & 15) * tiles.value_stride + column;
-    const Element* ahead = tiles.values[(key >> 4) + 1] + (key & 15) * tiles.value_stride + column;
-    for (; key < stop; ++key, row += tiles.value_stride, ahead += tiles.value_stride) {
+    for (; key < stop; ++key, row += tiles.value_stride) {
       f32x16 v[Vectors];
       for (int n = 0; n < Vectors; ++n) v[n] = load_lanes(row + 16 * n);
-      for (std::size_t n = 0; n < Vectors * 16 * sizeof(Element); n += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(ahead) + n);
+      if constexpr (Fetch) {
+        // A line of the next group for each line used of this one, from its kAhead tiles in turn.
+        const int place = key % (16 * kAhead);
+        const auto* ahead = reinterpret_cast<const char*>(tiles.values[(key - place) / 16 + kAhead + place % kAhead]);
+        const std::size_t first_byte = static_cast<std::size_t>(column) * sizeof(Element);
+        for (std::size_t byte = (first_byte + 63) / 64 * 64; byte < first_byte + 16 * Vectors * sizeof(Element);
+             byte += 64) {
+          fetch(ahead + 16 * byte + 64 * (place / kAhead));
+        }
+      }
       for (int r = 0; r < Queries; ++r) {
         const f32x16 weight = set_f32(weights[r * kSpan + key]);
         for (int n = 0; n < Vectors; ++n) total[r][n] = fma(weight, v[n], total[r][n]);
@@ -105,16 +122,21 @@ inline void weigh_columns(const float* weights, const SpanTiles<Element>& tiles,
 }
 
 // Adds the weighted values of keys [begin, end) to sums [Queries][width], width a multiple of 16.
-template <int Queries, class Element>
-void weigh_panel(const float* weights, const SpanTiles<Element>& tiles, int begin, int end, std::int64_t width,
+template <int Queries, class Element, bool Fetch>
+void weigh_panel(const float* weights, const SpanTiles<Element, Fetch>& tiles, int begin, int end, std::int64_t width,
                  float* sums) {
-  std::int64_t column = 0;
-  for (; column + 16 * kWide <= width; column += 16 * kWide)
-    weigh_columns<Queries, kWide>(weights, tiles, begin, end, column, sums, width);
-  if constexpr (kWide > 1) {
-    for (; column + 32 <= width; column += 32)
-      weigh_columns<Queries, 2>(weights, tiles, begin, end, column, sums, width);
-    if (column < width) weigh_columns<Queries, 1>(weights, tiles, begin, end, column, sums, width);
+  constexpr int group = 16 * kAhead;
+  for (int first = begin; first < end;) {
+    const int last = (first / group + 1) * group < end ? (first / group + 1) * group : end;
+    std::int64_t column = 0;
+    for (; column + 16 * kWide <= width; column += 16 * kWide)
+      weigh_columns<Queries, kWide>(weights, tiles, first, last, column, sums, width);
+    if constexpr (kWide > 1) {
+      for (; column + 32 <= width; column += 32)
+        weigh_columns<Queries, 2>(weights, tiles, first, last, column, sums, width);
+      if (column < width) weigh_columns<Queries, 1>(weights, tiles, first, last, column, sums, width);
+    }
+    first = last;
   }
 }
 

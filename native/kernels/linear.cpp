@@ -6,8 +6,8 @@
 #include "kernels/simd.h"
 
 // One driver for all layouts. A tile of the work is some panels of outputs for some rows of x. Inside it: blocks of
-// k, so that a panel's block and the rows' inputs stay in the L2 cache; then panels; then groups of up to kMaxRows
-// rows, whose sums live in registers while a panel's block is read from front to back.
+// k, so that a panel's block and the rows' inputs stay in the L2 cache; then panels; then groups of rows,
+// whose sums live in registers while a panel's block is read from front to back.
 //
 // Every sum has one accumulator that takes its products in order of k, and rests in `out` between two blocks of k
 // (storing a float32 changes nothing). So its bits depend on its row and its weights alone, whatever the tiles.
@@ -23,6 +23,28 @@ inline void prefetch(const void* weights) { __builtin_prefetch(static_cast<const
 // ------------------------------------------------------------------------------------------------------ layouts
 // A format knows its inputs and adds the products of R rows and one panel over [k0, k1) to their sums.
 
+// The most rows whose sums fit in registers beside weights and an input, two vectors a row; with few registers it
+// pays to take the two halves of a panel one after the other, with twice the rows.
+constexpr int kMaxDenseRows = kVectorRegisters == 32 ? 12 : kVectorRegisters == 8 ? 6 : 2;
+
+template <int R>
+constexpr int vectors_at_once = kVectorRegisters == 32 || 2 * R <= kMaxDenseRows ? 2 : 1;
+
+// `step(part, v)` for parts of the sums, kAtOnce vectors a row beginning at v; a part of its own, copied in and out,
+// so that the compiler sees that it can stay in registers.
+template <int R, int kVectors, class Step>
+[[gnu::always_inline]] inline void in_parts(f32x16 (&sums)[R][kVectors], const Step& step) {
+  constexpr int kAtOnce = vectors_at_once<R>;
+  for (int v = 0; v < kVectors; v += kAtOnce) {
+    f32x16 part[R][kAtOnce];
+    for (int r = 0; r < R; ++r)
+      for (int u = 0; u < kAtOnce; ++u) part[r][u] = sums[r][v + u];
+    step(part, v);
+    for (int r = 0; r < R; ++r)
+      for (int u = 0; u < kAtOnce; ++u) sums[r][v + u] = part[r][u];
+  }
+}
+
 inline f32x16 load_weights(const float* w) { return load_f32(w); }
 inline f32x16 load_weights(const std::uint16_t* w) { return load_f16(w); }
 
@@ -30,68 +52,77 @@ inline f32x16 load_weights(const std::uint16_t* w) { return load_f16(w); }
 template <class Stored>
 struct Float32Format {
   static constexpr int kVectors = kDensePanel / 16;
+  static constexpr int kMaxRows = kMaxDenseRows;
   static constexpr std::int64_t kBlock = 1024;
 
   const Stored* weights;
   std::int64_t k;
   Inputs<float> x;
 
-  Float32Format(Context& context, const PackedMatrix& weight, const Linear& args)
+  Float32Format(Context& context, const PackedMatrix& weight, const Linear& args, const RowGroups& row_groups)
       : weights(static_cast<const Stored*>(weight.data)),
         k(weight.k),
-        x(prepare_f32(context, args.x, args.rows, weight.k)) {}
+        x(prepare_f32(context, args.x, row_groups, weight.k)) {}
 
   std::int64_t panel_bytes() const { return k * kDensePanel * static_cast<std::int64_t>(sizeof(Stored)); }
 
   template <int R>
   [[gnu::always_inline]] inline void accumulate(f32x16 (&sums)[R][kVectors], std::int64_t panel, std::int64_t row,
                                                 std::int64_t k0, std::int64_t k1) const {
-    const Stored* w = weights + (panel * k + k0) * kDensePanel;
-    const float* in = x.group(row) + k0 * R;
+    constexpr int kAtOnce = vectors_at_once<R>;
+    in_parts(sums, [&](f32x16(&part)[R][kAtOnce], int v) {
+      const Stored* w = weights + (panel * k + k0) * kDensePanel + v * 16;
+      const float* in = x.group(row) + k0 * R;
 #pragma GCC unroll 2
-    for (std::int64_t i = k0; i < k1; ++i, w += kDensePanel, in += R) {
-      const f32x16 w0 = load_weights(w), w1 = load_weights(w + 16);
-      prefetch(w);
-      if (sizeof(Stored) == 4) prefetch(w + 16);
-      for (int r = 0; r < R; ++r) {
-        const f32x16 value = set_f32(in[r]);
-        sums[r][0] = fma(value, w0, sums[r][0]);
-        sums[r][1] = fma(value, w1, sums[r][1]);
+      for (std::int64_t i = k0; i < k1; ++i, w += kDensePanel, in += R) {
+        f32x16 values[kAtOnce];
+        for (int u = 0; u < kAtOnce; ++u) {
+          values[u] = load_weights(w + u * 16);
+          if (u * sizeof(Stored) % 4 == 0) prefetch(w + u * 16);  // once per cache line
+        }
+        for (int r = 0; r < R; ++r) {
+          const f32x16 input = set_f32(in[r]);
+          for (int u = 0; u < kAtOnce; ++u) part[r][u] = fma(input, values[u], part[r][u]);
+        }
       }
-    }
+    });
   }
 };
 
 struct Bf16Format {
   static constexpr int kVectors = kDensePanel / 16;
+  static constexpr int kMaxRows = kMaxDenseRows;
   static constexpr std::int64_t kBlock = 2048;
 
   const std::uint16_t* weights;
   std::int64_t padded_k;
   Inputs<Bf16Input> x;
 
-  Bf16Format(Context& context, const PackedMatrix& weight, const Linear& args)
+  Bf16Format(Context& context, const PackedMatrix& weight, const Linear& args, const RowGroups& row_groups)
       : weights(static_cast<const std::uint16_t*>(weight.data)),
         padded_k(weight.k + weight.k % 2),
-        x(prepare_bf16(context, args.x, args.rows, weight.k)) {}
+        x(prepare_bf16(context, args.x, row_groups, weight.k)) {}
 
   std::int64_t panel_bytes() const { return padded_k * kDensePanel * 2; }
 
   template <int R>
   [[gnu::always_inline]] inline void accumulate(f32x16 (&sums)[R][kVectors], std::int64_t panel, std::int64_t row,
                                                 std::int64_t k0, std::int64_t k1) const {
-    const std::uint16_t* w = weights + (panel * padded_k + k0) * kDensePanel;
-    const Bf16Input* in = x.group(row) + k0 * R;
+    constexpr int kAtOnce = vectors_at_once<R>;
+    in_parts(sums, [&](f32x16(&part)[R][kAtOnce], int v) {
+      const std::uint16_t* w = weights + (panel * padded_k + k0) * kDensePanel + v * 32;
+      const Bf16Input* in = x.group(row) + k0 * R;
 #pragma GCC unroll 2
-    for (std::int64_t i = k0; i < k1; i += 2, w += 2 * kDensePanel, in += 2 * R) {
-      const Bf16Pair w0 = load_pair(w), w1 = load_pair(w + 32);
-      prefetch(w);
-      prefetch(w + 32);
-      for (int r = 0; r < R; ++r) {
-        sums[r][0] = dot_bf16(sums[r][0], w0, in + 2 * r);
-        sums[r][1] = dot_bf16(sums[r][1], w1, in + 2 * r);
+      for (std::int64_t i = k0; i < k1; i += 2, w += 2 * kDensePanel, in += 2 * R) {
+        Bf16Pair pairs[kAtOnce];
+        for (int u = 0; u < kAtOnce; ++u) {
+          pairs[u] = load_pair(w + u * 32);
+          prefetch(w + u * 32);
+        }
+        for (int r = 0; r < R; ++r)
+          for (int u = 0; u < kAtOnce; ++u) part[r][u] = dot_bf16(part[r][u], pairs[u], in + 2 * r);
       }
-    }
+    });
   }
 };
 
@@ -103,7 +134,8 @@ inline f32x16 load_scales(const std::uint16_t* p) { return load_f16(p); }
 // Codes are stored unsigned, `code + kOffset`: the integer starts at -kOffset times the sum of the input's codes.
 template <int kBits, int kGroup, class Scale, bool kMinimums>
 struct GroupedFormat {
-  static constexpr int kVectors = 1;
+  static constexpr int kVectors = kGroupedPanel / 16;
+  static constexpr int kMaxRows = kVectorRegisters == 32 ? 12 : kVectorRegisters == 8 ? 4 : 1;
   static constexpr std::int64_t kBlock = kBits == 8 ? 8192 : 16384;
   static constexpr int kOffset = kBits == 8 ? 128 : kMinimums ? 0 : 8;
   static constexpr int kGroupBytes = kGroup * kGroupedPanel * kBits / 8;
@@ -116,12 +148,12 @@ struct GroupedFormat {
   std::int64_t groups;
   Inputs<std::byte> x;
 
-  GroupedFormat(Context& context, const PackedMatrix& weight, const Linear& args)
+  GroupedFormat(Context& context, const PackedMatrix& weight, const Linear& args, const RowGroups& row_groups)
       : codes(static_cast<const std::uint8_t*>(weight.data)),
         scales(static_cast<const Scale*>(weight.scales)),
         minimums(static_cast<const Scale*>(weight.minimums)),
         groups(weight.k / kGroup),
-        x(prepare_codes<kGroup>(context, args.x, args.rows, weight.k, kOffset)) {}
+        x(prepare_codes<kGroup>(context, args.x, row_groups, weight.k, kOffset)) {}
 
   std::int64_t panel_bytes() const {
     constexpr std::int64_t scale_bytes = sizeof(Scale) * kGroupedPanel * (kMinimums ? 2 : 1);
@@ -206,12 +238,12 @@ void compute_rows(const Format& format, const Linear& args, const PackedMatrix& 
       store_f32(out + r * weight.n + v * 16, sums[r][v], lanes<kVectors>(weight.n, panel, v));
 }
 
-// `compute_rows` for a number of rows in [1, kMaxRows] known at run time.
-template <int R = kMaxRows, class Format>
+// `compute_rows` for a number of rows in [1, Format::kMaxRows] known at run time.
+template <class Format, int R = Format::kMaxRows>
 inline void compute_rows(int rows, const Format& format, const Linear& args, const PackedMatrix& weight,
                          std::int64_t panel, std::int64_t row, std::int64_t k0, std::int64_t k1) {
   if constexpr (R > 1) {
-    if (rows < R) return compute_rows<R - 1>(rows, format, args, weight, panel, row, k0, k1);
+    if (rows < R) return compute_rows<Format, R - 1>(rows, format, args, weight, panel, row, k0, k1);
   }
   compute_rows<R>(format, args, weight, panel, row, k0, k1);
 }
@@ -239,9 +271,9 @@ inline Tiling choose_tiling(std::int64_t rows, std::int64_t panels, std::int64_t
 
 template <class Format>
 void linear(Context& context, const PackedMatrix& weight, const Linear& args) {
-  const Format format(context, weight, args);
+  const RowGroups row_groups(args.rows, Format::kMaxRows);
+  const Format format(context, weight, args, row_groups);
   const std::int64_t panels = ceil_div(weight.n, Format::kVectors * 16);
-  const RowGroups row_groups(args.rows);
   const Tiling tiling = choose_tiling(args.rows, panels, format.panel_bytes(), context.threads());
   parallel(context, tiling.row_parts * tiling.panel_parts, [&](std::int64_t tile, int) {
     const std::int64_t panel_part = tile / tiling.row_parts, row_part = tile % tiling.row_parts;

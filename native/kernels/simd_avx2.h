@@ -78,7 +78,8 @@ inline std::int32_t reduce_add(i32x16 a) {
 // The bits of |a|: ordered like |a|, with NaN above infinity.
 inline i32x16 abs_bits(f32x16 a) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-  return {_mm256_and_si256(_mm256_castps_si256(a.lo), magnitude), _mm256_and_si256(_mm256_castps_si256(a.hi), magnitude)};
+  return {_mm256_and_si256(_mm256_castps_si256(a.lo), magnitude),
+          _mm256_and_si256(_mm256_castps_si256(a.hi), magnitude)};
 }
 
 }  // namespace ropeway::ROPEWAY_ISA

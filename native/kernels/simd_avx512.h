@@ -53,8 +53,6 @@ inline i32x16 max(i32x16 a, i32x16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline std::int32_t reduce_max(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 inline std::int32_t reduce_add(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
 // The bits of |a|: ordered like |a|, with NaN above infinity.
-inline i32x16 abs_bits(f32x16 a) {
-  return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7FFFFFFF))};
-}
+inline i32x16 abs_bits(f32x16 a) { return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7FFFFFFF))}; }
 
 }  // namespace ropeway::ROPEWAY_ISA

@@ -67,6 +67,12 @@ inline f32x16 min(f32x16 a, f32x16 b) {
   return a;
 }
 
+inline i32x4 load_u16(const std::uint16_t* p) {
+  using u16x4 = std::uint16_t __attribute__((vector_size(8)));
+  u16x4 narrow;
+  std::memcpy(&narrow, p, sizeof narrow);
+  return __builtin_convertvector(narrow, i32x4);
+}
 // Half precision and bfloat16 in memory, widened exactly.
 inline f32x16 load_f16(const std::uint16_t* p) {
   // Shift exponent and mantissa into place and multiply by 2^112, which fixes the exponent's bias and normalises
@@ -74,7 +80,7 @@ inline f32x16 load_f16(const std::uint16_t* p) {
   const f32x4 rebias = {0x1p112F, 0x1p112F, 0x1p112F, 0x1p112F};
   f32x16 a;
   for (int i = 0; i < 4; ++i) {
-    const i32x4 h = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
+    const i32x4 h = load_u16(p + 4 * i);
     const i32x4 magnitude = (h & 0x7FFF) << 13;
     const i32x4 finite = reinterpret_cast<i32x4>(reinterpret_cast<f32x4>(magnitude) * rebias);
     const i32x4 special = magnitude | 0x7F800000;
@@ -86,7 +92,7 @@ inline f32x16 load_f16(const std::uint16_t* p) {
 inline f32x16 load_bf16(const std::uint16_t* p) {
   f32x16 a;
   for (int i = 0; i < 4; ++i) {
-    const i32x4 h = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
+    const i32x4 h = load_u16(p + 4 * i);
     a.v[i] = reinterpret_cast<f32x4>(h << 16);
   }
   return a;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ropeway.request import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from ropeway.version import __version__
 
 if TYPE_CHECKING:
     from ropeway.llm import LLM, AsyncLLM
@@ -19,7 +20,6 @@ __all__ = [
     "TokenLogprob",
     "__version__",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, Delta, Usage
 from ropeway.engine.completions import CompletionText, Router
 from ropeway.engine.submission import Submitter
@@ -34,9 +35,7 @@ class _Call:
         self.output = RequestOutput(
             prompt=prompt,
             prompt_token_ids=list(ids),
-            outputs=[
-                Completion(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
-            ],
+            outputs=[Completion(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)],
         )
         self.deltas: list[Delta] = []
         self.open = params.n
@@ -65,13 +64,23 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2-135m", **fields: Any) -> None:
-        from ropeway.engine.assembly import assemble
-
         resolved = resolve_settings({"model": model, **fields}, given_as="argument")
         for note in resolved.notes:
             log.warning("%s", note)
-        self.config = resolved.config
-        path = resolve_source(self.config.model.model)
+        self._open(resolved.config)
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """The same from settings that are resolved already."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: Config) -> None:
+        from ropeway.engine.assembly import assemble
+
+        self.config = config
+        path = resolve_source(config.model.model)
         self.tokenizer = Tokenizer.from_path(path)
         self._router: Router[_Call] = Router()
         assembly = assemble(

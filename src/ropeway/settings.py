@@ -31,6 +31,8 @@ from ropeway.errors import ConfigError
 ENVIRONMENT_PREFIX = "ROPEWAY_"
 _OTHER_VARIABLES = frozenset({"ROPEWAY_CACHE", "ROPEWAY_PYPI_URL"})
 """Where ``ropeway.loading.sources`` looks for models; not settings of an engine."""
+_POSITIONAL = frozenset({"model"})
+"""Given without a flag on the command line."""
 SECRETS = frozenset({"api_key"})
 """Fields whose values are never printed."""
 
@@ -255,7 +257,8 @@ def _from_given(given: Mapping[str, Any], given_as: Literal["flag", "argument"])
         setting = settings().get(name)
         if setting is None:
             raise ConfigError(f"there is no setting {name!r}{_nearest(name, settings())}", param=name)
-        yield setting, value, Origin(3, setting.flag if given_as == "flag" else f"argument {name}")
+        is_flag = given_as == "flag" and name not in _POSITIONAL
+        yield setting, value, Origin(3, setting.flag if is_flag else f"argument {name}")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

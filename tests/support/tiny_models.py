@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+torch.set_num_threads(1)  # tiny matrices: threads only wait for each other
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

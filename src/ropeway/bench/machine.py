@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from ropeway.devices.memory import host_memory
-from ropeway.version import version
+from ropeway.version import __version__
 
 _CPU_FLAGS = (
     "avx2",
@@ -39,7 +39,7 @@ def machine_facts() -> dict[str, Any]:
         "memory_bytes": host_memory().total,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "ropeway": version(),
+        "ropeway": __version__,
     }
 
 

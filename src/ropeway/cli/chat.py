@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,9 +46,8 @@ def chat(
     from ropeway.llm import LLM
 
     console = Console()
-    fields = {name: value for part in asdict(settings).values() for name, value in part.items()}
     with console.status("loading the model"):
-        llm = LLM(**fields)
+        llm = LLM.from_config(settings)
     with llm:
         console.print(f"[bold]{settings.model.model}[/bold] ({_HELP})", highlight=False)
         Conversation(llm, console, params, system).run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -42,8 +41,7 @@ def generate(
     params = sampling_params(settings, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
     from ropeway.llm import LLM
 
-    fields = {name: value for part in asdict(settings).values() for name, value in part.items()}
-    with LLM(**fields) as llm:
+    with LLM.from_config(settings) as llm:
         (output,) = llm.generate([given], params, progress=not as_json)
     typer.echo(_as_json(output) if as_json else output.text or ",".join(map(str, output.token_ids)))
 

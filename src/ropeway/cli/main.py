@@ -12,7 +12,7 @@ from ropeway.cli.doctor import doctor
 from ropeway.cli.generate import generate
 from ropeway.cli.pull import pull
 from ropeway.cli.serve import serve
-from ropeway.version import version
+from ropeway.version import __version__
 
 app = typer.Typer(
     name="ropeway",
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ropeway {version()}")
+        typer.echo(f"ropeway {__version__}")
         raise typer.Exit()
 
 

@@ -62,7 +62,7 @@ def assemble(
 
     ``end_ids`` are end tokens the tokenizer knows of, beside the checkpoint's own. ``vocab_size`` is the
     tokenizer's: ids beyond it, which pad the model's head, are never sampled. ``progress(done, total)`` counts
-    bytes of the checkpoint. ``device`` is closed with the engine; by default one is made as configured.
+    parameters. ``device`` is closed with the engine; by default one is made as configured.
     Raises ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
     began = time.monotonic()
     checkpoint = open_checkpoint(path)
@@ -77,9 +77,7 @@ def assemble(
             progress=progress,
         )
         checkpoint.close()
-        context = model.spec.context_length
-        if config.model.max_model_len is not None:
-            context = min(context, config.model.max_model_len)
+        context = config.model.max_model_len or model.spec.context_length
         num_blocks = pool_blocks(config, device, model, context)
         block_size = config.cache.block_size
         if context > num_blocks * block_size:
@@ -167,4 +165,3 @@ def pool_blocks(config: Config, device: Device, model: Model, context: int) -> i
             param="kv_blocks",
         )
     return int(blocks)
-

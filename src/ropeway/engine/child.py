@@ -101,7 +101,8 @@ def _progress_line(model: str) -> Callable[[int, int], None] | None:
         width = 30
         filled = width * done // max(total, 1)
         end = "\n" if done >= total else ""
-        sys.stderr.write(f"\rloading {model} [{'#' * filled}{'.' * (width - filled)}] {done / 1e6:.0f} MB{end}")
+        bar = "#" * filled + "." * (width - filled)
+        sys.stderr.write(f"\rloading {model} [{bar}] {done / 1e6:.0f} M parameters{end}")
         sys.stderr.flush()
 
     return show

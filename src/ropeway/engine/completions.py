@@ -23,9 +23,7 @@ class CompletionText:
         self.count = 0
         """Tokens of the completion, the end token included."""
         self._params = params
-        self._detokenizer = (
-            None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
-        )
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
 
     def push(self, token: int, logprob: TokenLogprob | None, finished: Finished | None) -> Delta:

@@ -57,9 +57,8 @@ class Submitter:
                 "shorten the prompt or lower max_tokens",
                 param="prompt" if len(prompt) >= context else "max_tokens",
             )
-        tokens = np.array(prompt, dtype=np.int64)
-        if tokens.ndim != 1 or tokens.min() < 0 or tokens.max() >= vocab:
-            bad = next((t for t in np.ravel(tokens).tolist() if not 0 <= t < vocab), prompt)
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            bad = next(token for token in prompt if not 0 <= token < vocab)
             raise InvalidRequest(f"token id {bad} is not in the vocabulary (0 to {vocab - 1})", param="prompt")
         params.check_vocabulary(vocab)
-        return tokens.astype(np.int32)
+        return np.array(prompt, dtype=np.int32)

@@ -206,7 +206,7 @@ class _Fetcher:
             except ModelNotFound as error:
                 raise ModelNotFound(
                     f"no model {source}: {base} has no {source.repository!r} with revision {source.revision!r}, and "
-                    "there is no folder of that name here ({error})"
+                    f"there is no folder of that name here ({error})"
                 ) from error
             chosen, main = hubs.select(repository.files, source.file, f"{source.kind}:{source.repository}")
             files = tuple(self._fetch(client, file) for file in chosen)

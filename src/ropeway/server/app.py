@@ -26,7 +26,7 @@ from ropeway.server.protocol import (
 from ropeway.server.state import State
 from ropeway.server.streaming import json_response
 from ropeway.server.tracing import Doorkeeper, RequestId
-from ropeway.version import version
+from ropeway.version import __version__
 
 _POSTS: tuple[tuple[str, Any, type[msgspec.Struct]], ...] = (
     ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest),
@@ -91,7 +91,7 @@ def _raise_unless_loaded(app: FastAPI) -> None:
 
 
 def _bare_app(title: str) -> FastAPI:
-    app = FastAPI(title=title, version=version(), redirect_slashes=False)
+    app = FastAPI(title=title, version=__version__, redirect_slashes=False)
     errors.install(app)
     return app
 

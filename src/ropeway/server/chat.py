@@ -59,6 +59,13 @@ def check_salt(salt: str | None) -> str | None:
     return salt
 
 
+def worth_a_chunk(delta: Delta, token_ids: bool) -> bool:
+    """Whether a delta tells the client anything: tokens whose text is held back (half a character, what may become
+    a stop string) don't, unless their ids or log-probabilities were asked for."""
+    news = delta.text or delta.finish_reason is not None or delta.logprobs is not None
+    return bool(news or (token_ids and delta.token_ids))
+
+
 class ChatAnswer:
     """Writes the answer to one request, whole or in chunks. In a stream, a choice's first chunk has the role and
     comes with its first token; the chunk that ends it has its last text and ``finish_reason``."""
@@ -83,7 +90,7 @@ class ChatAnswer:
                     index=each.index,
                     message=AssistantMessage(content=each.text),
                     logprobs=self._logprobs(each.logprobs),
-                    finish_reason=each.finish_reason.value,  # type: ignore[arg-type]
+                    finish_reason=each.finish_reason,
                     stop_reason=each.stop_reason,
                     token_ids=each.token_ids if self._token_ids else UNSET,
                 )
@@ -103,20 +110,19 @@ class ChatAnswer:
                     begun.add(delta.index)
                     role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
                     yield event({**frame, "choices": [role], **first})
-                if delta.text or delta.token_ids or delta.finish_reason is not None:
+                if worth_a_chunk(delta, self._token_ids):
                     yield event({**frame, "choices": [self._choice(delta)]})
         if self._usage:
             yield event({**frame, "choices": [], "usage": generating.usage()})
         yield DONE
 
     def _choice(self, delta: Delta) -> ChatChunkChoice:
-        finish = delta.finish_reason
         return ChatChunkChoice(
             index=delta.index,
             delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
             logprobs=self._logprobs(delta.logprobs),
-            finish_reason=None if finish is None else finish.value,  # type: ignore[arg-type]
-            stop_reason=UNSET if finish is None else delta.stop_reason,
+            finish_reason=delta.finish_reason,
+            stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
             token_ids=delta.token_ids if self._token_ids else UNSET,
         )
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ropeway.engine.client import Delta
 from ropeway.request import Completion
-from ropeway.server.chat import check_salt
+from ropeway.server.chat import check_salt, worth_a_chunk
 from ropeway.server.generating import Generating
 from ropeway.server.generating import now as arrival_now
 from ropeway.server.logprobs import CompletionLogprobWriter
@@ -82,6 +82,8 @@ class CompletionAnswer:
         begun: set[int] = set()
         async with contextlib.aclosing(generating.deltas()) as deltas:
             async for delta in deltas:
+                if not worth_a_chunk(delta, self._token_ids):
+                    continue
                 choice = self._choice(delta)
                 if self._token_ids and delta.index not in begun:
                     choice.prompt_token_ids = prompts[delta.index // self._n]
@@ -100,12 +102,11 @@ class CompletionAnswer:
                     self._tokenizer, self._skip_special_tokens
                 )
             logprobs = writer.write(piece.logprobs)
-        finish = piece.finish_reason
         return CompletionChoice(
             index=piece.index,
             text=piece.text,
             logprobs=logprobs,
-            finish_reason=None if finish is None else finish.value,  # type: ignore[arg-type]
+            finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self._token_ids else UNSET,
         )

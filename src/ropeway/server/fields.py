@@ -2,7 +2,7 @@
 
 The rule. A field that would change the answer and is not served is refused by name (400), unless its value means
 "off". A field that changes nothing in the answer is ignored. Any other name is unknown: it is ignored, too, as the
-OpenAI API does, and logged once.
+OpenAI API does, and logged once. Fields of a message are the chat template's business.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.7
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
+_NO_WASTE = dict.fromkeys(("end_token", "stop_string", "disconnect", "cancel"), 0)
+"""Reasons that are always shown."""
+
 
 class Metrics:
     def __init__(self, engine: AsyncEngine) -> None:
@@ -114,7 +117,7 @@ class _EngineCollector(Collector):
         ):
             yield CounterMetricFamily(f"ropeway_{name}", text, value=self._risen(name, "", value))
         wasted = CounterMetricFamily("ropeway_wasted_rows", "Rows computed in vain, by reason.", labels=["reason"])
-        for reason, rows in stats.wasted_rows.items():
+        for reason, rows in {**_NO_WASTE, **stats.wasted_rows}.items():
             wasted.add_metric([reason], self._risen("wasted_rows", reason, rows))
         yield wasted
 

@@ -7,12 +7,12 @@ refused, and which are let pass, is said in ``fields.py``.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishReasonText = Literal["stop", "length"]
+from ropeway.request import FinishReason
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -140,7 +140,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReasonText
+    finish_reason: FinishReason
     stop_reason: int | str | None = None
     """vLLM's: the stop string, or the id of the token, that ended it."""
     token_ids: list[int] | UnsetType = UNSET
@@ -155,7 +155,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReasonText | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -166,7 +166,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReasonText | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

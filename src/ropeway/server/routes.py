@@ -17,7 +17,7 @@ from ropeway.server.protocol import (
 )
 from ropeway.server.state import State, state_of
 from ropeway.server.streaming import json_response
-from ropeway.version import version
+from ropeway.version import __version__
 
 
 async def list_models(request: Request) -> Response:
@@ -87,7 +87,7 @@ async def health(request: Request) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    return json_response({"version": version()})
+    return json_response({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:

@@ -1,0 +1,332 @@
+"""Native attention over the paged cache: against exact math, and bit against bit however the work is cut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ropeway.devices.base import KVDtype
+from ropeway.devices.reference import ReferenceDevice
+from ropeway.devices.stream import InlineStream
+from ropeway.errors import OutOfMemory
+from tests.support.native import CONTEXTS, _native
+from tests.support.paged import Rows, exact_attention, scattered_blocks  # isort: split
+
+from ropeway.devices.cpu.attention import attention, plan_attention, write_kv
+from ropeway.devices.cpu.kv import CpuKVCache, block_bytes
+
+every_isa = pytest.mark.parametrize("isa", CONTEXTS)
+LAYERS = 2
+STORED: dict[KVDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Sequences:
+    """Random queries, keys and values of whole sequences, held by position so that any cut of them is the same."""
+
+    def __init__(self, lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, seed: int = 0) -> None:
+        self.lengths = lengths
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.q = [2 * normal(n, heads, head_dim, seed=seed + 3 * i) for i, n in enumerate(lengths)]
+        self.k = [normal(n, kv_heads, head_dim, seed=seed + 3 * i + 1) for i, n in enumerate(lengths)]
+        self.v = [normal(n, kv_heads, head_dim, seed=seed + 3 * i + 2) for i, n in enumerate(lengths)]
+
+    def cache(self, num_blocks: int, block_size: int, dtype: KVDtype) -> CpuKVCache:
+        """A cache in which every value that nobody has written is a NaN."""
+        cache = CpuKVCache(LAYERS, num_blocks, self.kv_heads, self.head_dim, block_size, dtype)
+        cache.data.view(np.uint16)[:] = 0x7FFF
+        return cache
+
+    def run(
+        self,
+        context: _native.Context,
+        cache: CpuKVCache,
+        blocks: Sequence[Sequence[int]],
+        steps: Sequence[Sequence[tuple[int, int]]],
+        window: int | None = None,
+    ) -> list[Tensor]:
+        """Steps of (sequence, count) rows, each writing its keys before it attends -> outputs by sequence."""
+        outputs: list[list[Tensor]] = [[] for _ in self.lengths]
+        done = [0] * len(self.lengths)
+        for rows in steps:
+            spans = [(i, done[i], done[i] + count) for i, count in rows]
+            shape = Rows([n for _, n in rows], [end for *_, end in spans], [blocks[i] for i, _ in rows]).step()
+            plan = plan_attention(context, cache, shape)
+            for layer in range(LAYERS):
+                k, v, q = (torch.cat([x[i][a:b] for i, a, b in spans]) for x in (self.k, self.v, self.q))
+                write_kv(context, cache, layer, k + layer, v, plan)
+                out = attention(context, q, cache, layer, plan, self.head_dim**-0.5, window)
+            for (i, _, end), part in zip(spans, out.split([n for _, n in rows]), strict=True):
+                outputs[i].append(part)
+                done[i] = end
+        return [torch.cat(parts) for parts in outputs]
+
+    def exact(self, dtype: KVDtype, window: int | None = None) -> list[Tensor]:
+        stored = STORED[dtype]
+        return [
+            exact_attention(q, (k + (LAYERS - 1)).to(stored), v.to(stored), self.head_dim**-0.5, window)
+            for q, k, v in zip(self.q, self.k, self.v, strict=True)
+        ]
+
+
+def assert_close(outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    for out, want in zip(outputs, exact, strict=True):
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=2e-5)
+
+
+def assert_same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for out, other in zip(outputs, others, strict=True):
+        assert torch.equal(out.view(torch.int32), other.view(torch.int32))
+
+
+# --------------------------------------------------------------------------- values
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64, 512])
+def test_attention_agrees_with_exact_math_for_every_block_size(isa: str, dtype: KVDtype, block_size: int) -> None:
+    lengths = [1, 15, 300]
+    sequences = Sequences(lengths, heads=6, kv_heads=2, head_dim=64)
+    blocks = scattered_blocks(lengths, block_size)
+    cache = sequences.cache(sum(map(len, blocks)) + 3, block_size, dtype)
+    outputs = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 1), (1, 15), (2, 70)], [(2, 229)], [(2, 1)]])
+    assert_close(outputs, sequences.exact(dtype))
+
+
+@every_isa
+@pytest.mark.parametrize("head_dim", [1, 5, 16, 31, 32, 48, 64, 80, 96, 128, 256])
+def test_attention_agrees_with_exact_math_for_every_head_size(isa: str, head_dim: int) -> None:
+    lengths = [40, 270]
+    sequences = Sequences(lengths, heads=4, kv_heads=2, head_dim=head_dim)
+    blocks = scattered_blocks(lengths, 16)
+    for dtype in STORED:
+        cache = sequences.cache(sum(map(len, blocks)) + 3, 16, dtype)
+        outputs = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 40), (1, 257)], [(1, 12)], [(1, 1)]])
+        assert_close(outputs, sequences.exact(dtype))
+
+
+@every_isa
+@pytest.mark.parametrize("group", range(1, 9))
+def test_attention_agrees_with_exact_math_for_every_number_of_heads_in_a_group(isa: str, group: int) -> None:
+    lengths = [33, 270]
+    sequences = Sequences(lengths, heads=3 * group, kv_heads=3, head_dim=32)
+    blocks = scattered_blocks(lengths, 16)
+    cache = sequences.cache(sum(map(len, blocks)) + 3, 16, "bf16")
+    outputs = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 32), (1, 264)], [(0, 1), (1, 5)], [(1, 1)]])
+    assert_close(outputs, sequences.exact("bf16"))
+
+
+@every_isa
+@pytest.mark.parametrize("window", [1, 2, 16, 100, 256, 257, 1000])
+def test_a_window_hides_older_keys(isa: str, window: int) -> None:
+    lengths = [600, 40]
+    sequences = Sequences(lengths, heads=4, kv_heads=2, head_dim=32)
+    blocks = scattered_blocks(lengths, 16)
+    cache = sequences.cache(sum(map(len, blocks)) + 3, 16, "fp32")
+    steps = [[(0, 500), (1, 39)], [(0, 99)], [(1, 1), (0, 1)]]
+    assert_close(sequences.run(CONTEXTS[isa], cache, blocks, steps, window), sequences.exact("fp32", window))
+
+
+@every_isa
+def test_blocks_that_left_the_window_may_be_gone_from_the_table(isa: str) -> None:
+    sequences = Sequences([600], heads=2, kv_heads=1, head_dim=32)
+    for block_size in (4, 16):
+        blocks = scattered_blocks([600], block_size)
+        cache = sequences.cache(len(blocks[0]) + 3, block_size, "bf16")
+        want = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 599)], [(0, 1)]], window=70)[0][-1]
+        shape = Rows([1], [600], blocks).step()
+        shape.block_tables[0, : (600 - 70) // block_size] = 0
+        plan = plan_attention(CONTEXTS[isa], cache, shape)
+        got = attention(CONTEXTS[isa], sequences.q[0][-1:], cache, LAYERS - 1, plan, 32**-0.5, 70)
+        assert torch.equal(got[0], want)
+
+
+@every_isa
+def test_attention_agrees_with_the_reference_device(isa: str) -> None:
+    lengths = [1, 77, 300]
+    sequences = Sequences(lengths, heads=6, kv_heads=3, head_dim=64)
+    blocks = scattered_blocks(lengths, 16)
+    reference = ReferenceDevice(stream=InlineStream())
+    shape = Rows([1, 70, 1], lengths, blocks).step()
+    whole = Rows(lengths, lengths, blocks).step()
+    q = torch.cat([x[-n:] for x, n in zip(sequences.q, (1, 70, 1), strict=True)])
+    for dtype in STORED:
+        cache = sequences.cache(sum(map(len, blocks)) + 3, 16, dtype)
+        expected = reference.kv_cache(LAYERS, cache.num_blocks, 3, 64, 16, dtype)
+        k, v = torch.cat(sequences.k), torch.cat(sequences.v)
+        write_kv(CONTEXTS[isa], cache, 1, k, v, plan_attention(CONTEXTS[isa], cache, whole))
+        reference.kernels.write_kv(expected, 1, k, v, reference.kernels.plan_attention(expected, whole))
+        got = attention(CONTEXTS[isa], q, cache, 1, plan_attention(CONTEXTS[isa], cache, shape), 0.125, 50)
+        want = reference.kernels.attention(q, expected, 1, reference.kernels.plan_attention(expected, shape), 0.125, 50)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@every_isa
+def test_bfloat16_keys_are_rounded_to_nearest_even_and_nan_stays_nan(isa: str) -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x80000001, 0x7F800001, 0x7F800000], np.uint32)
+    values = torch.from_numpy(bits.view(np.float32)).view(1, 1, 7)
+    cache = CpuKVCache(1, 1, 1, 7, 1, "bf16")
+    plan = plan_attention(CONTEXTS[isa], cache, Rows([1], [1], [[0]]).step())
+    write_kv(CONTEXTS[isa], cache, 0, values, values, plan)
+    stored = torch.from_numpy(cache.data.view(np.int16)).view(torch.bfloat16).view(2, 7)
+    for row in stored:
+        torch.testing.assert_close(row, values.bfloat16().view(7), rtol=0, atol=0, equal_nan=True)
+
+
+@every_isa
+def test_huge_scores_do_not_overflow(isa: str) -> None:
+    sequences = Sequences([64], heads=2, kv_heads=1, head_dim=32)
+    sequences.q[0] *= 1e4
+    blocks = scattered_blocks([64], 16)
+    cache = sequences.cache(7, 16, "fp32")
+    outputs = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 64)]])
+    assert_close(outputs, sequences.exact("fp32"))
+
+
+@every_isa
+def test_a_query_that_is_nan_spoils_only_itself(isa: str) -> None:
+    sequences = Sequences([40], heads=2, kv_heads=1, head_dim=32)
+    sequences.q[0][7] = torch.nan
+    blocks = scattered_blocks([40], 16)
+    (out,) = sequences.run(CONTEXTS[isa], sequences.cache(6, 16, "fp32"), blocks, [[(0, 40)]])
+    assert out[7].isnan().all()
+    assert not out[[*range(7), *range(8, 40)]].isnan().any()
+
+
+# --------------------------------------------------------------------------- same request, same bits
+
+
+@functools.cache
+def context_of(isa: str, threads: int) -> _native.Context:
+    return _native.Context(threads, isa)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Steps of (sequence, count) rows that compute all of these sequences, in any order and in any chunks."""
+    left = list(lengths)
+    steps = []
+    while any(left):
+        rows = []
+        for i in draw(st.permutations([i for i, n in enumerate(left) if n])):
+            count = min(left[i], draw(st.sampled_from([1, 3, 33, 100, 400, 700])))
+            if not rows or draw(st.booleans()):
+                rows.append((i, count))
+                left[i] -= count
+        steps.append(rows)
+    return steps
+
+
+@every_isa
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_query_has_the_same_bits_however_the_work_is_cut(isa: str, data: st.DataObject) -> None:
+    """Chunks, batches, the places of blocks, threads, and the split over spans that goes with few rows."""
+    block_size = data.draw(st.sampled_from([1, 8, 16, 64]), "block size")
+    dtype = data.draw(st.sampled_from(list(STORED)), "dtype")
+    head_dim = data.draw(st.sampled_from([24, 32, 80]), "head_dim")
+    window = data.draw(st.sampled_from([None, 50, 300]), "window")
+    group = data.draw(st.sampled_from([1, 2, 3, 7]), "group")
+    lengths = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), "lengths")
+    steps = data.draw(cuts(lengths), "steps")
+    threads = data.draw(st.sampled_from([1, 2, 5]), "threads")
+    sequences = Sequences(lengths, heads=2 * group, kv_heads=2, head_dim=head_dim)
+    outputs = []
+    for seed, context, how in (
+        (0, context_of(isa, 1), [[(i, n)] for i, n in enumerate(lengths)]),
+        (1, context_of(isa, threads), steps),
+    ):
+        blocks = scattered_blocks(lengths, block_size, seed=seed)
+        cache = sequences.cache(sum(map(len, blocks)) + 3, block_size, dtype)
+        outputs.append(sequences.run(context, cache, blocks, how, window))
+    alone, together = outputs
+    assert not any(out.isnan().any() for out in alone)
+    assert_same_bits(alone, together)
+
+
+@every_isa
+def test_a_long_context_is_split_over_spans_with_the_same_bits(isa: str) -> None:
+    length = 3000
+    sequences = Sequences([length], heads=4, kv_heads=2, head_dim=64)
+    blocks = scattered_blocks([length], 16)
+    cache = sequences.cache(len(blocks[0]) + 3, 16, "bf16")
+    sequences.run(CONTEXTS[isa], cache, blocks, [[(0, length)]])
+    outputs = []
+    for threads in (1, 8):
+        context = context_of(isa, threads)
+        plan = plan_attention(context, cache, Rows([5], [length], blocks).step())
+        assert (plan.native.merges > 0) == (threads == 8)
+        outputs.append([attention(context, sequences.q[0][-5:], cache, LAYERS - 1, plan, 0.125, None)])
+    assert_same_bits(*outputs)
+    assert_close(outputs[0], [sequences.exact("bf16")[0][-5:]])
+
+
+# --------------------------------------------------------------------------- shapes and refusals
+
+
+@every_isa
+def test_an_empty_step_is_an_empty_result(isa: str) -> None:
+    cache = CpuKVCache(1, 4, 2, 32, 16, "bf16")
+    plan = plan_attention(CONTEXTS[isa], cache, Rows([], [], []).step())
+    empty = torch.empty(0, 2, 32)
+    write_kv(CONTEXTS[isa], cache, 0, empty, empty, plan)
+    assert attention(CONTEXTS[isa], torch.empty(0, 4, 32), cache, 0, plan, 1.0).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (Rows([1], [17], [[0, 4]]), "block 4 is not one of the cache's 4"),
+        (Rows([1], [17], [[0, -1]]), "block -1 is not one of the cache's 4"),
+        (Rows([1], [65], [[0, 1]]), "65 tokens need 5 blocks; the table has 4"),
+        (Rows([3], [2], [[0]]), "positions start at -1"),
+    ],
+)
+def test_a_step_that_does_not_fit_the_cache_is_refused(rows: Rows, message: str) -> None:
+    cache = CpuKVCache(1, 4, 2, 32, 16, "bf16")
+    with pytest.raises(ValueError, match=message):
+        plan_attention(CONTEXTS["portable"], cache, rows.step())
+
+
+def test_arguments_that_do_not_fit_the_plan_are_refused() -> None:
+    cache = CpuKVCache(1, 4, 2, 32, 16, "bf16")
+    context = CONTEXTS["portable"]
+    plan = plan_attention(context, cache, Rows([2], [2], [[0]]).step())
+    good, q = torch.zeros(2, 2, 32), torch.zeros(2, 4, 32)
+    with pytest.raises(ValueError, match="v must be contiguous float32"):
+        write_kv(context, cache, 0, good, good[:1], plan)
+    with pytest.raises(ValueError, match="layer 1 is not one"):
+        write_kv(context, cache, 1, good, good, plan)
+    with pytest.raises(ValueError, match="q must be contiguous float32"):
+        attention(context, q.double(), cache, 0, plan, 1.0)
+    with pytest.raises(ValueError, match="3 query heads cannot share 2"):
+        attention(context, q[:, :3].contiguous(), cache, 0, plan, 1.0)
+    with pytest.raises(ValueError, match="window"):
+        attention(context, q, cache, 0, plan, 1.0, 0)
+
+
+def test_a_pool_too_large_for_the_memory_is_refused_with_the_largest_that_fits() -> None:
+    with pytest.raises(OutOfMemory, match=r"needs \d+ MiB, but only \d+ MiB .* largest that fits is \d+ blocks"):
+        CpuKVCache(32, 1 << 30, 8, 128, 16, "bf16")
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert block_bytes(3, 2, 64, 16, "bf16") == 2 * 3 * 2 * 64 * 16 * 2
+    assert CpuKVCache(3, 5, 2, 64, 16, "fp32").nbytes == 5 * block_bytes(3, 2, 64, 16, "fp32")
+
+
+def test_a_block_size_must_be_a_power_of_two() -> None:
+    with pytest.raises(ValueError, match="power of two, not 12"):
+        CpuKVCache(1, 4, 1, 32, 12, "fp32")

@@ -1,0 +1,72 @@
+"""API keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.server.asking import check_error, completion_body
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.served import Served, serving
+
+KEY = "s3cret-ключ"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Served]:
+    with serving(ScriptedEngine(), api_key=KEY) as served:
+        yield served
+
+
+def _header(key: str) -> dict[bytes, bytes]:
+    return {b"Authorization": b"Bearer " + key.encode()}
+
+
+@pytest.mark.report("vllm-project/vllm#18893")
+@pytest.mark.report("vllm-project/vllm#58144")
+@pytest.mark.report("vllm-project/vllm#42591")
+def test_every_route_but_health_wants_the_key(guarded: Served) -> None:
+    with httpx.Client(base_url=guarded.url) as http:
+        paths = [*http.get("/openapi.json", headers=_header(KEY)).json()["paths"], "/docs", "/openapi.json", "/nowhere"]
+        assert "/v1/chat/completions" in paths
+        for path in paths:
+            for spelled in (path, "/" + path, path.upper(), path + "/"):
+                for method in ("GET", "POST", "OPTIONS", "HEAD"):
+                    response = http.request(method, guarded.url + spelled)
+                    if spelled == "/health":
+                        assert response.status_code != 401
+                        continue
+                    assert response.status_code == 401, (method, spelled)
+                    assert response.headers["www-authenticate"] == "Bearer"
+                    if method != "HEAD":
+                        assert check_error(response, 401, "API key")["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, f"Bearer {KEY}x", "Bearer \xff\xfe"],
+)
+def test_a_missing_or_wrong_key_is_401(guarded: Served, header: str | None) -> None:
+    headers = {} if header is None else {b"Authorization": header.encode()}
+    check_error(httpx.post(f"{guarded.url}/v1/completions", json=completion_body(), headers=headers), 401, "API key")
+
+
+def test_the_right_key_opens(guarded: Served) -> None:
+    for scheme in (b"Bearer", b"bearer"):
+        response = httpx.post(
+            f"{guarded.url}/v1/completions",
+            json=completion_body(prompt=[5], model=None),
+            headers={b"Authorization": scheme + b" " + KEY.encode()},
+        )
+        assert response.status_code == 200
+    assert httpx.get(f"{guarded.url}/metrics", headers=_header(KEY)).status_code == 200
+    assert httpx.get(f"{guarded.url}/health").json() == {"status": "ok"}
+
+
+def test_the_openai_client_raises_an_authentication_error(guarded: Served) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()

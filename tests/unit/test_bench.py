@@ -1,0 +1,336 @@
+"""The benchmarks' figures: present, plausible, and consistent with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from benchmarks.random_model import SHAPES, random_model
+from benchmarks.transformers_static import generate
+from ropeway.bench.driver import Driver, Run
+from ropeway.bench.latency import Latency, measure_latency, prefill_flops, step_weight_bytes
+from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
+from ropeway.bench.profile import PYTHON, profile_step
+from ropeway.bench.report import readable, reported_to
+from ropeway.bench.throughput import Throughput, measure_throughput
+from ropeway.bench.workload import WorkloadRequest, mixed_workload, totals, write_workload
+from ropeway.cli.bench import app
+from ropeway.config import Config
+from ropeway.errors import ConfigError, ContextLengthExceeded
+from ropeway.settings import resolve
+from tests.support.tiny_models import SMALL, tiny_checkpoint, tiny_oracle
+
+BLOCK = 8
+SEATS = 4
+WORKLOAD = mixed_workload(10, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1)
+
+
+def tiny_config(**fields: Any) -> Config:
+    defaults = {
+        "model": str(tiny_checkpoint("llama")),
+        "device": "reference",
+        "max_num_seqs": SEATS,
+        "max_batched_tokens": 32,
+        "block_size": BLOCK,
+        "kv_blocks": 64,
+    }
+    return resolve({**defaults, **fields}, environ={}, given_as="argument").config
+
+
+@pytest.fixture(scope="module")
+def throughput() -> Throughput:
+    return measure_throughput(tiny_config(), WORKLOAD)
+
+
+@pytest.fixture(scope="module")
+def latency() -> Latency:
+    return measure_latency(tiny_config(), prompt_tokens=20, output_tokens=6, batch=2, repeat=2)
+
+
+# ---------------------------------------------------------------------- throughput
+
+
+def test_throughput_counts_every_token_of_the_workload(throughput):
+    prompt_tokens, output_tokens = totals(WORKLOAD)
+    assert throughput.requests == len(WORKLOAD)
+    assert throughput.prompt_tokens == prompt_tokens
+    assert throughput.output_tokens == output_tokens
+    assert throughput.output_tokens_per_s * throughput.wall_s == pytest.approx(output_tokens)
+    assert throughput.total_tokens_per_s * throughput.wall_s == pytest.approx(prompt_tokens + output_tokens)
+
+
+def test_the_mean_batch_lies_between_one_and_the_seats(throughput):
+    assert 1 <= throughput.mean_batch <= SEATS
+    # Each output token needs a row, and so does each chunk before the one that gives the first token.
+    assert throughput.mean_batch * throughput.steps >= throughput.output_tokens
+
+
+def test_memory_and_times_are_those_of_a_real_process(throughput):
+    assert throughput.peak_rss_bytes > 50e6
+    assert 0 < throughput.load_s < 60
+    assert 0 < throughput.ttft_s_p50 <= throughput.ttft_s_p99 <= throughput.wall_s
+
+
+@pytest.fixture(scope="module")
+def one_request() -> Run:
+    with Driver(tiny_config()) as driver:
+        return driver.run([WorkloadRequest(prompt_tokens=10, output_tokens=4)])
+
+
+def test_kv_waste_is_the_share_of_allocated_slots_without_keys_and_values(one_request):
+    # 10 tokens of prompt, then 11, 12 and 13 in the cache: always two blocks of eight.
+    assert one_request.steps.live_slots.tolist() == [10, 11, 12, 13]
+    assert one_request.steps.allocated_slots.tolist() == [16] * 4
+    figures = Throughput.of(one_request, [WorkloadRequest(10, 4)], peak_rss_bytes=1, load_s=1.0)
+    assert figures.kv_waste == pytest.approx(1 - 46 / 64)
+
+
+def test_a_run_knows_when_each_token_came(one_request):
+    (times,) = one_request.requests
+    assert 0 < times.first_token_s < times.finished_s <= one_request.wall_s
+    assert times.output_tokens == 4
+    assert one_request.tokens_after(times.first_token_s) == 3
+    assert one_request.steps.tokens.tolist() == [10, 1, 1, 1]
+
+
+def test_kv_waste_lies_in_its_range_under_load(throughput):
+    assert 0 <= throughput.kv_waste < 1
+
+
+def test_preemptions_are_counted_when_blocks_are_short():
+    workload = [WorkloadRequest(prompt_tokens=24, output_tokens=16)] * 4
+    figures = measure_throughput(tiny_config(kv_blocks=8, max_model_len=48), workload)
+    assert figures.preemptions > 0
+    assert figures.output_tokens == 64
+
+
+def test_no_request_runs_before_it_arrives():
+    workload = [WorkloadRequest(4, 2, arrival_s=0.2), WorkloadRequest(4, 2), WorkloadRequest(4, 2, arrival_s=0.4)]
+    with Driver(tiny_config()) as driver:
+        run = driver.run(workload)
+    assert all(times.first_token_s > times.arrival_s for times in run.requests)
+    assert run.requests[1].finished_s < 0.4 < run.wall_s
+
+
+def test_a_second_run_of_a_driver_starts_its_counts_anew():
+    with Driver(tiny_config()) as driver:
+        first, second = (driver.run([WorkloadRequest(10, 4)], seed=seed) for seed in (0, 1))
+    assert second.steps.live_slots.tolist() == first.steps.live_slots.tolist()
+    assert second.requests[0].output_tokens == 4
+
+
+def test_a_request_beyond_the_context_is_refused_by_its_place_before_anything_runs():
+    with Driver(tiny_config()) as driver, pytest.raises(ContextLengthExceeded, match="request 2 of the workload"):
+        driver.run([WorkloadRequest(4, 2), WorkloadRequest(300, 2)])
+
+
+# ---------------------------------------------------------------------- latency
+
+
+def test_fractions_are_rates_over_limits(latency):
+    assert latency.bandwidth_fraction == pytest.approx(
+        latency.decode_tokens_per_s * latency.weight_bytes_per_token / latency.read_bandwidth_bytes_per_s
+    )
+    assert latency.matmul_fraction == pytest.approx(
+        latency.prefill_tokens_per_s * latency.prefill_flops_per_token / latency.matmul_flops_per_s
+    )
+    assert 0 < latency.bandwidth_fraction < 1
+    assert 0 < latency.matmul_fraction < 1
+
+
+def test_a_batch_shares_the_weights_that_a_step_reads(latency):
+    checkpoint_bytes = sum(file.stat().st_size for file in tiny_checkpoint("llama").glob("*.safetensors"))
+    table_bytes = SMALL["vocab_size"] * SMALL["hidden_size"] * 4
+    assert latency.weight_bytes_per_token * 2 == pytest.approx(checkpoint_bytes - table_bytes, rel=0.02)
+
+
+def test_a_tied_table_is_read_in_every_step():
+    with Driver(tiny_config(model=str(tiny_checkpoint("llama-tied")))) as driver:
+        model = driver.worker.model
+        assert step_weight_bytes(model) == model.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2-sliding"])
+def test_prefill_arithmetic_is_that_of_every_product_and_every_visible_position(name):
+    """Counted the slow way: every matrix of the oracle, and every pair of positions of a mask."""
+    tokens = 24
+    with Driver(tiny_config(model=str(tiny_checkpoint(name)))) as driver:
+        spec = driver.worker.model.spec
+    layers = tiny_oracle(name).model.layers
+    weights = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    pairs = sum(int(((distance >= 0) & (distance < (window or tokens))).sum()) for window in spec.windows)
+    attention = 2 * 2 * pairs * spec.num_heads * spec.head_dim
+    head = 2 * spec.vocab_size * spec.hidden_size
+    assert prefill_flops(spec, tokens) == 2 * tokens * weights + attention + head
+
+
+def test_a_batch_beyond_the_seats_and_an_output_without_decoding_are_refused():
+    with pytest.raises(ConfigError, match="max_num_seqs 4"):
+        measure_latency(tiny_config(), prompt_tokens=4, output_tokens=2, batch=5)
+    with pytest.raises(ConfigError, match="at least 2"):
+        measure_latency(tiny_config(), prompt_tokens=4, output_tokens=1)
+
+
+# ---------------------------------------------------------------------- profile
+
+
+def test_the_parts_of_a_profile_add_up_to_the_step():
+    profile = profile_step(tiny_config(model=str(tiny_checkpoint("qwen3"))), batch=3, context=40, steps=6)
+    assert profile.steps == 6
+    assert sum(part.us for part in profile.parts) == pytest.approx(profile.step_us)
+    assert math.fsum(part.share for part in profile.parts) == pytest.approx(1)
+    calls = {part.kind: part.calls for part in profile.parts}
+    layers = SMALL["num_hidden_layers"]
+    assert calls["attention"] == calls["write kv"] == calls["linear layers.mlp.down"] == layers
+    assert calls["linear head"] == calls["sample"] == calls["embedding"] == 1
+    assert calls["rope"] == 2 * layers
+    assert PYTHON in calls
+
+
+def test_a_profile_knows_the_bytes_of_every_kind_of_weight():
+    profile = profile_step(tiny_config(), batch=1, context=20, steps=4)
+    sizes = {part.kind: part.weight_bytes for part in profile.parts}
+    layers, hidden, inner = SMALL["num_hidden_layers"], SMALL["hidden_size"], SMALL["intermediate_size"]
+    assert sizes["linear layers.mlp.up"] == 4 * layers * hidden * inner
+    assert sizes["linear head"] == 4 * SMALL["vocab_size"] * hidden
+    assert sizes["attention"] == 0
+
+
+# ---------------------------------------------------------------------- machine and report
+
+
+def test_memory_of_a_measurement_leaves_no_trace_in_the_peak():
+    memory = PeakMemory()
+    before = memory.bytes
+    with memory.not_counting():
+        ballast = bytearray(300_000_000)
+        del ballast
+    assert memory.bytes < before + 200_000_000
+
+
+def test_machine_facts_and_stolen_time_are_plain_data():
+    assert json.loads(json.dumps(machine_facts()))["cores"] >= 1
+    assert 0 <= StolenTime().fraction <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("peak_rss_bytes", 2**30, "1.07 GB"),
+        ("read_bandwidth_bytes_per_s", 52e9, "52.00 GB/s"),
+        ("matmul_flops_per_s", 4.46e11, "446.00 GFLOP/s"),
+        ("bandwidth_fraction", 0.853, "85.3%"),
+        ("output_tokens_per_s", 1234.56, "1,234.6"),
+        ("load_s", 0.5, "500.0 ms"),
+        ("wall_s", 12.345, "12.35 s"),
+        ("steps", 1234, "1,234"),
+        ("mean_batch", 7.125, "7.12"),
+    ],
+)
+def test_figures_are_written_with_their_units(name, value, text):
+    assert readable(name, value) == text
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_measurement(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write"), reported_to(tmp_path / "missing" / "r.json"):
+        pytest.fail("the measurement ran")
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+TINY_FLAGS = ("--device", "reference", "--max-num-seqs", "4", "--kv-blocks", "64")
+
+
+def test_bench_throughput_writes_every_promised_figure(tmp_path):
+    write_workload(tmp_path / "w.jsonl", WORKLOAD)
+    files = ("--workload", tmp_path / "w.jsonl", "--json", tmp_path / "r.json")
+    result = run("throughput", tiny_checkpoint("llama"), *files, *TINY_FLAGS)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report.keys() >= {
+        *("output_tokens_per_s", "total_tokens_per_s", "wall_s", "requests", "steps", "mean_batch", "kv_waste"),
+        *("preemptions", "peak_rss_bytes", "machine", "settings"),
+    }
+    assert report["settings"]["max_num_seqs"] == 4
+    assert "api_key" not in report["settings"]
+    assert "output_tokens_per_s" in result.output
+
+
+def test_bench_latency_writes_every_promised_figure(tmp_path):
+    sizes = ("--prompt-tokens", "8", "--output-tokens", "3", "--batch", "2", "--repeat", "1")
+    result = run("latency", tiny_checkpoint("llama"), *sizes, "--json", tmp_path / "r.json", *TINY_FLAGS)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report.keys() >= {field.name for field in dataclasses.fields(Latency)}
+    assert report["batch"] == 2
+
+
+@pytest.mark.parametrize("counts", [("--sequences", "4", "8"), ("--sequences", "4", "--sequences", "8")])
+def test_bench_overhead_takes_several_numbers_of_sequences(tmp_path, counts):
+    result = run("overhead", *counts, "--step-ms", "0.2", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [(each["sequences"], each["async_scheduling"]) for each in runs] == [
+        *((4, False), (4, True)),
+        *((8, False), (8, True)),
+    ]
+    assert all(0 <= each["bubble"] < 1 and each["host_us_per_step"]["p50"] > 0 for each in runs)
+
+
+def test_a_bad_workload_is_told_in_one_line(tmp_path):
+    (tmp_path / "w.jsonl").write_text('{"prompt_tokens": 4}')
+    result = run("throughput", tiny_checkpoint("llama"), "--workload", tmp_path / "w.jsonl")
+    assert result.exit_code == 1
+    assert "line 1: output_tokens is missing" in result.output
+
+
+def test_a_prompt_of_no_tokens_is_refused():
+    assert run("latency", tiny_checkpoint("llama"), "--prompt-tokens", "0").exit_code == 2
+
+
+# ---------------------------------------------------------------------- the scripts under benchmarks/
+
+
+def test_a_random_checkpoint_is_whole_for_transformers_and_for_ropeway(tmp_path, monkeypatch):
+    tiny = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    for name in ("qwen3-0.6b", "smollm2-135m"):
+        monkeypatch.setitem(SHAPES, "tiny", {**SHAPES[name], **tiny, **heads})
+        folder = random_model("tiny", tmp_path / name)
+        _, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not loading["missing_keys"]
+        assert not loading["unexpected_keys"]
+        with Driver(tiny_config(model=str(folder))) as driver:
+            assert driver.worker.model.dtype == "bf16"
+            assert driver.run([WorkloadRequest(5, 3)]).requests[0].output_tokens == 3
+
+
+def test_a_random_checkpoint_is_written_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["qwen3-0.6b"], "vocab_size": 8, "num_hidden_layers": 1})
+    weights = random_model("tiny", tmp_path) / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert random_model("tiny", tmp_path) == weights.parent
+    assert weights.stat().st_mtime_ns == written
+
+
+def test_a_padded_batch_gives_the_tokens_of_each_request_alone(monkeypatch):
+    model = tiny_oracle("llama")
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(model.generation_config, "pad_token_id", 0)
+    requests = [(0, WorkloadRequest(3, 5)), (1, WorkloadRequest(12, 2)), (2, WorkloadRequest(7, 9))]
+    together = generate(model, requests, seed=0)
+    assert [len(tokens) for tokens in together] == [5, 2, 9]
+    assert together == [generate(model, [request], seed=0)[0] for request in requests]
