@@ -39,7 +39,10 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
     expected = step.query_start[row + 1];
     total += cost(step.kv_lengths[row], expected - step.query_start[row]);
   }
-  if (step.rows > 0 ? expected != step.tokens : step.tokens != 0) refuse(step.rows, "query_start does not end at the number of tokens");
+  if (expected != step.tokens) {
+    throw std::invalid_argument("attention plan: rows hold " + std::to_string(expected) + " tokens, the step has " +
+                                std::to_string(step.tokens));
+  }
 
   const double workers = threads;
   const auto tiles = [&](std::int64_t tile) {
@@ -53,7 +56,8 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
 
   total *= static_cast<double>(kv_heads);
   items.reserve(static_cast<std::size_t>(step.rows));
-  for (std::int64_t row = 0; row < step.rows; ++row) add_items(step, row, tile, total / (3.0 * workers));
+  const double most_cost = threads > 1 ? total / (3.0 * workers) : total;
+  for (std::int64_t row = 0; row < step.rows; ++row) add_items(step, row, tile, most_cost);
   add_tasks(std::min(least_task_cost, total / (4.0 * workers)));
 }
 
@@ -93,7 +97,8 @@ void AttentionPlan::add_items(const AttentionStep& step, std::int64_t row, std::
     const std::int64_t keys = step.kv_lengths[row] - (last - token) + count;
     const std::int64_t spans = ceil_div(keys, kSpan);
     const double whole = cost(keys, count);
-    const std::int64_t pieces = std::clamp<std::int64_t>(static_cast<std::int64_t>(whole / most_cost + 0.999), 1, spans);
+    const auto wanted = static_cast<std::int64_t>(whole / most_cost + 0.999);
+    const std::int64_t pieces = std::clamp<std::int64_t>(wanted, 1, spans);
     most_tokens = std::max(most_tokens, count);
     AttentionItem item{
         .row = static_cast<std::int32_t>(row),
@@ -106,7 +111,8 @@ void AttentionPlan::add_items(const AttentionStep& step, std::int64_t row, std::
     };
     if (pieces > 1) {
       item.merge = static_cast<std::int32_t>(merges.size());
-      merges.push_back({item.first_token, item.tokens, item.span_end, static_cast<std::int32_t>(pieces), partial_count});
+      merges.push_back(
+          {item.first_token, item.tokens, item.span_end, static_cast<std::int32_t>(pieces), partial_count});
       partial_count += count * spans;
     }
     for (std::int64_t piece = 0; piece < pieces; ++piece) {
@@ -131,7 +137,8 @@ void AttentionPlan::add_tasks(double least_cost) {
     const auto fitting = static_cast<std::int64_t>(least_cost / cost_of(item) + 0.999);
     const std::int64_t heads = std::clamp<std::int64_t>(fitting, 1, kv_heads);
     for (std::int64_t head = 0; head < kv_heads; head += heads) {
-      tasks.push_back({item, static_cast<std::int32_t>(head), static_cast<std::int32_t>(std::min(head + heads, kv_heads))});
+      const std::int64_t end = std::min(head + heads, kv_heads);
+      tasks.push_back({item, static_cast<std::int32_t>(head), static_cast<std::int32_t>(end)});
     }
   }
 }

@@ -26,8 +26,9 @@ inline f32x16 clean(f32x16 x) { return min(max(x, set_f32(-kInfinity)), set_f32(
 // The first word of Philox4x32-10, as a number in [0, 1) with 24 bits (Salmon et al., "Parallel random numbers: as
 // easy as 1, 2, 3", SC 2011); the same as `philox_uniform` in devices/base.py.
 float philox_uniform(std::uint64_t seed, std::uint64_t counter) {
-  std::uint32_t c0 = static_cast<std::uint32_t>(counter), c1 = static_cast<std::uint32_t>(counter >> 32), c2 = 0, c3 = 0;
-  std::uint32_t k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
+  auto c0 = static_cast<std::uint32_t>(counter), c1 = static_cast<std::uint32_t>(counter >> 32);
+  auto k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
+  std::uint32_t c2 = 0, c3 = 0;
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t p0 = std::uint64_t{c0} * 0xD2511F53, p1 = std::uint64_t{c2} * 0xCD9E8D57;
     c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
@@ -227,7 +228,8 @@ class Row {
       select_candidates(candidates, count, k);
       count = k;
       threshold = candidates[0].value;
-      for (std::int64_t j = 1; j < k; ++j) threshold = candidates[j].value < threshold ? candidates[j].value : threshold;
+      for (std::int64_t j = 1; j < k; ++j)
+        if (candidates[j].value < threshold) threshold = candidates[j].value;
     }
     if (count <= k) return count;
     select_candidates(candidates, count, k);

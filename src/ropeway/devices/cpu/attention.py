@@ -32,14 +32,16 @@ def plan_attention(context: _native.Context, cache: KVCache, shape: StepShape) -
     assert isinstance(cache, CpuKVCache)
     tokens, rows = shape.positions.shape[0], shape.kv_lengths.shape[0]
     tables = shape.block_tables
-    columns = (shape.positions, shape.query_start, shape.kv_lengths)
-    if any(column.dtype != torch.int32 or not column.is_contiguous() for column in (*columns, tables[:0])):
-        raise ValueError("a step's columns must be contiguous int32")
-    if shape.query_start.shape[0] != rows + 1 or tables.shape[0] != rows or tables.stride(1) != 1:
+    for column in (shape.positions, shape.query_start, shape.kv_lengths):
+        if column.dtype != torch.int32 or not column.is_contiguous():
+            raise ValueError(f"a step's columns must be contiguous int32, not {column.dtype} {list(column.shape)}")
+    if shape.query_start.shape[0] != rows + 1 or tables.shape[0] != rows:
         raise ValueError(
             f"a step of {rows} rows needs query_start [{rows + 1}] and block_tables [{rows}, blocks], "
             f"not {list(shape.query_start.shape)} and {list(tables.shape)}"
         )
+    if tables.dtype != torch.int32 or (tables.shape[1] > 1 and rows > 0 and tables.stride(1) != 1):
+        raise ValueError(f"block_tables must be int32 rows, not {tables.dtype} with strides {list(tables.stride())}")
     native = _native.plan_attention(
         context,
         cache.native,
