@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, Delta, Usage
 from ropeway.engine.completions import CompletionText, Router
+from ropeway.engine.messages import NewRequest
 from ropeway.engine.submission import Submitter
 from ropeway.errors import InvalidRequest
 from ropeway.loading.sources import resolve as resolve_source
@@ -133,7 +135,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """The answer as it is made. Leaving the loop early aborts it."""
         ids = self._need_tokenizer().encode_chat(messages, **template)
-        call = self._submit(None, ids, params or _CHAT)
+        call = self._submit(None, self._submitter.prepare(ids, params or _CHAT))
         try:
             while call.open:
                 self.engine.step(self._ahead)
@@ -159,16 +161,16 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt)
-        return prompt
+        return _token_ids(prompt)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.config.model.model} has no tokenizer; give the prompt as token ids")
         return self.tokenizer
 
-    def _submit(self, prompt: str | None, ids: Sequence[int], params: SamplingParams) -> _Call:
-        group = self._submitter.prepare(ids, params)
-        call = _Call(prompt, ids, params)
+    def _submit(self, prompt: str | None, group: Sequence[NewRequest]) -> _Call:
+        params = group[0].params
+        call = _Call(prompt, group[0].prompt.tolist(), params)
         for index, new in enumerate(group):
             self._router.add(new.id, call, CompletionText(index, params, self.tokenizer), call.usage)
         self.engine.submit(group)
@@ -177,9 +179,9 @@ class LLM:
     def _run(
         self, requests: Sequence[tuple[str | None, Sequence[int], SamplingParams]], *, progress: bool
     ) -> list[RequestOutput]:
-        calls: list[_Call] = []
+        groups = [self._submitter.prepare(ids, params) for _, ids, params in requests]
+        calls = [self._submit(text, group) for (text, _, _), group in zip(requests, groups, strict=True)]
         try:
-            calls += [self._submit(*request) for request in requests]
             with _progress(len(calls), shown=progress) as bar:
                 while any(call.open for call in calls):
                     self.engine.step(self._ahead)
@@ -261,7 +263,7 @@ class AsyncLLM:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return _token_ids(prompt)
         if self.engine.tokenizer is None:
             raise InvalidRequest(f"{self.engine.info.model} has no tokenizer; give the prompt as token ids")
         return self.engine.tokenizer.encode(prompt)
@@ -272,7 +274,15 @@ _CHAT = SamplingParams(max_tokens=None)
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """The prompt as plain integers. Raises ``InvalidRequest`` for anything else."""
+    bad = [token for token in prompt if not isinstance(token, Integral) or isinstance(token, bool)]
+    if bad:
+        raise InvalidRequest(f"a prompt is text or a list of token ids, not one with {bad[0]!r}", param="prompt")
+    return [int(token) for token in prompt]
 
 
 class _progress:

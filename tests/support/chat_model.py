@@ -19,13 +19,14 @@ CONTEXT = 2048
 
 
 @functools.cache
-def tiny_chat_model() -> Path:
-    """The model's folder; made once per process."""
+def tiny_chat_model(vocab: int = VOCAB) -> Path:
+    """The model's folder; made once per process. ``vocab``: size of the model's head, of which the tokenizer fills
+    the first ``VOCAB`` ids."""
     folder = Path(tempfile.mkdtemp(prefix="ropeway-chat-")) / "tiny-chat"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

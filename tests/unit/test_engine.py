@@ -1,0 +1,248 @@
+"""The step loop: what it asks of the executor in which order, and what it tells the outside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ropeway.cache.pool import BlockPool
+from ropeway.config import SchedulerConfig
+from ropeway.engine.engine import Engine
+from ropeway.engine.messages import NewRequest
+from ropeway.outcome import StepOutput
+from ropeway.plan import Plan, Result
+from ropeway.request import FinishReason, SamplingParams
+from ropeway.scheduling.scheduler import Scheduler
+from tests.support.fake_device import END, FakeDevice, alone
+from tests.support.line import TOKEN
+
+
+class RecordedWork:
+    def __init__(self, calls: list[str], plan: Plan) -> None:
+        self.plan = plan
+        self._calls = calls
+
+    def sample(self) -> None:
+        self._calls.append(f"sample {self.plan.seq}")
+
+    def result(self) -> Result:
+        self._calls.append(f"settle {self.plan.seq}")
+        return Result(np.full(int(self.plan.samples.sum()), TOKEN, dtype=np.int32))
+
+
+class Recorder:
+    """Implements ``Executor``: writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def forward(self, plan: Plan) -> RecordedWork:
+        self.calls.append(f"forward {plan.seq}")
+        return RecordedWork(self.calls, plan)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Bench:
+    """An engine over an executor, and everything it has said."""
+
+    def __init__(
+        self, executor: Recorder | FakeDevice, *, blocks: int = 32, block_size: int = 4, budget: int = 64, seats: int = 8
+    ) -> None:
+        max_len = min(128, blocks * block_size)
+        config = SchedulerConfig(max_num_seqs=seats, max_batched_tokens=budget)
+        self.said: list[StepOutput] = []
+        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len)
+        self.engine = Engine(self.scheduler, executor, self.said.append, max_model_len=max_len, end_ids=(END,))
+
+    def submit(self, request_id: int, prompt: list[int], **params: object) -> NewRequest:
+        params = {"max_tokens": 4, "ignore_eos": True, **params}
+        new = NewRequest(
+            id=request_id, prompt=np.array(prompt, dtype=np.int32), params=SamplingParams(**params), seed=request_id
+        )
+        self.engine.submit([new])
+        return new
+
+    def run(self, ahead: int) -> None:
+        while self.engine.has_work:
+            self.engine.step(ahead)
+            self.scheduler.check()
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [
+            token
+            for output in self.said
+            for owner, token in zip(output.ids.tolist(), output.tokens.tolist(), strict=True)
+            if owner == request_id
+        ]
+
+    def finish(self, request_id: int) -> FinishReason | None:
+        found = [f.reason for output in self.said for f in output.finished if f.id == request_id]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+
+def test_synchronous_every_step_is_settled_before_the_next_is_planned() -> None:
+    recorder = Recorder()
+    bench = Bench(recorder)
+    bench.submit(1, [5, 6], max_tokens=3)
+    bench.run(ahead=0)
+    assert recorder.calls == [
+        *("forward 1", "sample 1", "settle 1"),
+        *("forward 2", "sample 2", "settle 2"),
+        *("forward 3", "sample 3", "settle 3"),
+    ]
+
+
+def test_asynchronous_a_step_is_queued_then_the_one_before_settled_then_it_is_sampled() -> None:
+    recorder = Recorder()
+    bench = Bench(recorder)
+    bench.submit(1, [5, 6], max_tokens=3)
+    bench.run(ahead=1)
+    assert recorder.calls == [
+        *("forward 1", "sample 1"),
+        *("forward 2", "settle 1", "sample 2"),
+        *("forward 3", "settle 2", "sample 3"),
+        "settle 3",
+    ]
+
+
+def test_the_depth_may_change_between_steps() -> None:
+    recorder = Recorder()
+    bench = Bench(recorder)
+    bench.submit(1, [5, 6], max_tokens=4)
+    for ahead in (1, 1, 0, 1, 0):
+        bench.engine.step(ahead)
+    assert [call for call in recorder.calls if call.startswith("settle")] == [f"settle {i}" for i in (1, 2, 3, 4)]
+    assert bench.tokens(1) == [TOKEN] * 4
+    assert not bench.engine.has_work
+
+
+def test_a_step_without_work_asks_nothing() -> None:
+    recorder = Recorder()
+    bench = Bench(recorder)
+    bench.engine.step(0)
+    bench.engine.step(1)
+    assert recorder.calls == []
+    assert bench.engine.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "served"), [(15, 1, True), (16, 1, False), (1, 100, True), (40, 1, False), (0, 1, False)]
+)
+def test_what_cannot_fit_is_refused_at_once_with_the_numbers_and_stops_nobody(
+    length: int, max_tokens: int, served: bool
+) -> None:
+    bench = Bench(FakeDevice(4, 4), blocks=4)
+    bench.submit(1, [5] * length, max_tokens=max_tokens)
+    bench.submit(2, [7, 8])
+    if served:
+        bench.run(ahead=1)
+        assert bench.finish(1) is FinishReason.LENGTH
+        assert len(bench.tokens(1)) == min(max_tokens, 16 - length)
+    else:
+        (refused,) = bench.said[0].finished
+        assert refused.reason is FinishReason.ERROR
+        assert refused.error is not None
+        for number in (f"{length} tokens", f"max_tokens {max_tokens}", "16"):
+            assert number in refused.error
+        bench.run(ahead=1)
+    assert bench.finish(2) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_after_an_abort_between_steps_nothing_more_is_said_of_a_request(ahead: int, steps: int) -> None:
+    bench = Bench(FakeDevice(32, 4), budget=8)
+    gone = bench.submit(1, list(range(1, 14)), max_tokens=20)
+    stays = bench.submit(2, [7, 8], max_tokens=9)
+    for _ in range(steps):
+        bench.engine.step(ahead)
+    before = bench.tokens(1)
+    bench.engine.abort([gone.id, 99], "disconnect")
+    bench.run(ahead)
+    assert bench.tokens(1) == before
+    assert bench.finish(1) is None
+    assert bench.tokens(2) == alone([7, 8], stays.params, 2, (), 11)
+    assert bench.scheduler.pool.live == 0
+    assert bench.scheduler.wasted_rows == ({"disconnect": 1} if steps else {})
+
+
+def test_stats_are_those_of_scheduler_and_pool() -> None:
+    bench = Bench(FakeDevice(32, 4), seats=1)
+    bench.submit(1, list(range(1, 10)))
+    bench.submit(2, list(range(1, 10)))
+    bench.engine.step(0)
+    stats = bench.engine.stats()
+    assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
+    assert (stats.blocks_live, stats.blocks_cached, stats.blocks_free) == (3, 0, 29)
+    bench.run(ahead=0)
+    stats = bench.engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.blocks_live == 0
+    assert stats.blocks_live + stats.blocks_cached + stats.blocks_free == 32
+    assert (stats.prefix_queries, stats.prefix_hits) == (18, 8)
+
+
+def test_closing_gives_the_executor_back() -> None:
+    recorder = Recorder()
+    Bench(recorder).engine.close()
+    assert recorder.calls == ["close"]
+
+
+@pytest.mark.report("kekzl/imp#1115")
+def test_what_stays_after_many_prompts_is_cached_not_live() -> None:
+    bench = Bench(FakeDevice(40, 4), blocks=40)
+    for request_id in range(48):
+        bench.submit(request_id, [request_id % 60 + 1, request_id // 2 + 1, *range(1, 8)])
+    bench.run(ahead=1)
+    stats = bench.engine.stats()
+    assert stats.blocks_live == 0
+    assert stats.blocks_cached > 0
+    assert stats.blocks_cached + stats.blocks_free == 40
+
+
+@pytest.mark.report("sgl-project/sglang#6888")
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_pool_is_exact_after_a_long_output_and_after_an_abort_inside_a_prompt(block_size: int, ahead: int) -> None:
+    bench = Bench(FakeDevice(256 // block_size, block_size), blocks=256 // block_size, block_size=block_size, budget=16)
+    pool = bench.scheduler.pool
+    bench.submit(1, list(range(1, 6)), max_tokens=100)
+    bench.run(ahead)
+    assert len(bench.tokens(1)) == 100
+    assert (pool.live, pool.cached + pool.free) == (0, pool.num_blocks)
+    bench.submit(2, [9] * 60)
+    for _ in range(2):
+        bench.engine.step(ahead)
+    assert 0 < pool.live
+    bench.engine.abort([2], "disconnect")
+    bench.run(ahead)
+    assert (pool.live, pool.cached + pool.free) == (0, pool.num_blocks)
+
+
+@pytest.mark.report("openvinotoolkit/openvino.genai#3722")
+def test_three_hundred_prompts_of_one_block_never_hit_each_other() -> None:
+    bench = Bench(FakeDevice(400, 4), blocks=400)
+    prompts = {i: [i % 60 + 1, i // 60 + 1, 5, 6, 7] for i in range(300)}
+    news = {i: bench.submit(i, prompt) for i, prompt in prompts.items()}
+    bench.run(ahead=1)
+    assert bench.scheduler.prefix_hits == 0
+    for i, prompt in prompts.items():
+        assert bench.tokens(i) == alone(prompt, news[i].params, i, (), 9)
+
+
+@pytest.mark.report("vllm-project/vllm#17305")
+def test_a_prefix_evicted_while_its_request_waits_is_computed_again() -> None:
+    bench = Bench(FakeDevice(12, 4), blocks=12, seats=2)
+    prompt = list(range(1, 14))
+    bench.submit(1, prompt)
+    bench.run(ahead=1)
+    assert bench.scheduler.pool.cached >= 3
+    for request_id in range(2, 8):
+        bench.submit(request_id, [request_id] * 20, max_tokens=20)
+    new = bench.submit(8, prompt)
+    bench.run(ahead=1)
+    assert bench.scheduler.prefix_hits == 0
+    assert bench.tokens(8) == alone(prompt, new.params, 8, (), 17)

@@ -1,0 +1,238 @@
+"""The Python API over a tiny model: what goes in, what comes out, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ropeway import LLM, AsyncLLM, FinishReason, SamplingParams
+from ropeway.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from tests.support.chat_model import tiny_chat_model
+from tests.support.llms import GREEDY, idle, model_copy, one, tiny_llm, tokens
+
+PROMPTS = [[5, 6, 7], list(range(30, 70)), [9], list(range(100, 120))]
+QUESTION = [{"role": "user", "content": "Where does the line go?"}]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LLM]:
+    with tiny_llm() as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    yield shared
+    assert idle(shared)
+
+
+def test_prompts_are_answered_in_their_order_as_each_is_alone(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert [output.token_ids for output in outputs] == [tokens(llm, prompt)[0] for prompt in PROMPTS]
+    assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+
+
+def test_one_prompt_may_come_without_a_list_and_gives_a_list(llm: LLM) -> None:
+    assert tokens(llm, [5, 6, 7]) == tokens(llm, [[5, 6, 7]])
+    assert tokens(llm, "hello world") == tokens(llm, ["hello world"])
+    assert llm.generate([], GREEDY) == []
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    text = "The line keeps moving"
+    by_text = one(llm, text, max_tokens=8)
+    by_ids = one(llm, llm.tokenizer.encode(text), max_tokens=8)
+    assert (by_text.prompt, by_ids.prompt) == (text, None)
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.text == llm.tokenizer.decode(by_text.token_ids).rstrip("�")
+
+
+def test_text_and_token_ids_may_be_mixed_and_arrays_are_token_ids(llm: LLM) -> None:
+    mixed = tokens(llm, ["hello", [5, 6, 7], np.array([5, 6, 7])])
+    assert mixed[0] == tokens(llm, "hello")[0]
+    assert mixed[1] == mixed[2] == tokens(llm, np.array([5, 6, 7], dtype=np.int32))[0]
+
+
+def test_parameters_are_one_for_all_or_one_per_prompt(llm: LLM) -> None:
+    each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3, 9)]
+    assert [len(ids) for ids in tokens(llm, PROMPTS, each)] == [1, 5, 3, 9]
+    assert [len(ids) for ids in tokens(llm, PROMPTS, each[1])] == [5] * 4
+    with pytest.raises(InvalidRequest, match="2 params for 4 prompts"):
+        llm.generate(PROMPTS, each[:2])
+
+
+def test_without_parameters_sixteen_tokens_are_sampled(llm: LLM) -> None:
+    (output,) = llm.generate([5, 6], progress=False)
+    assert 0 < len(output.token_ids) <= 16
+
+
+@pytest.mark.report("vllm-project/vllm#16863")
+def test_n_completions_have_indexes_and_tokens_of_their_own(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=10, ignore_eos=True)
+    first, again = (llm.generate([5, 6, 7], params, progress=False)[0] for _ in range(2))
+    assert [completion.index for completion in first.outputs] == [0, 1, 2, 3]
+    assert len({tuple(completion.token_ids) for completion in first.outputs}) == 4
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in again.outputs]
+
+
+def test_log_probabilities_are_of_the_chosen_and_of_the_likeliest(llm: LLM) -> None:
+    output = one(llm, [5, 6, 7], max_tokens=6, logprobs=3, ignore_eos=True)
+    assert output.logprobs is not None
+    assert [logprob.token_id for logprob in output.logprobs] == output.token_ids
+    for logprob in output.logprobs:
+        values = [value for _, value in logprob.top]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert logprob.top[0] == (logprob.token_id, logprob.logprob)  # greedy takes the likeliest
+        assert -math.log(400) <= logprob.logprob <= 0
+    assert one(llm, [5, 6, 7], max_tokens=6).logprobs is None
+
+
+def test_cached_tokens_are_those_of_an_earlier_prompt() -> None:
+    prompt = list(range(200, 240))
+    with tiny_llm() as llm:
+        assert [one(llm, prompt, max_tokens=1).cached_tokens for _ in range(2)] == [0, 32]
+    with tiny_llm(prefix_cache=False) as llm:
+        assert [one(llm, prompt, max_tokens=1).cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_a_chat_is_its_rendered_prompt(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    params = SamplingParams(temperature=0, max_tokens=10)
+    (answer,) = llm.chat(QUESTION, params, progress=False)
+    assert answer.token_ids == one(llm, llm.tokenizer.encode_chat(QUESTION), max_tokens=10).token_ids
+    several = llm.chat([QUESTION, [{"role": "user", "content": "Hi"}]], params, progress=False)
+    assert [output.token_ids for output in several][0] == answer.token_ids
+    assert len(several) == 2
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    (whole,) = llm.chat(QUESTION, params, progress=False)
+    deltas = list(llm.stream_chat(QUESTION, params))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [whole.finish_reason]
+    assert len(deltas) == len(whole.token_ids)
+
+
+def test_a_stream_left_early_gives_everything_back(llm: LLM) -> None:
+    for taken in (1, 5):
+        stream = llm.stream_chat(QUESTION, SamplingParams(max_tokens=1000, ignore_eos=True))
+        for _ in range(taken):
+            next(stream)
+        assert llm.engine.has_work
+        stream.close()  # what leaving a for loop does
+        assert idle(llm)
+    assert llm.engine.scheduler.wasted_rows["cancel"] >= 2
+    assert len(tokens(llm, [5])[0]) == 12
+
+
+@pytest.mark.parametrize(
+    "bad", [[], [5, 400], [-1], [5] * 2048, [1.5], [True], ["a"], [None], [[5]], ""], ids=lambda bad: str(bad)[:12]
+)
+def test_a_bad_prompt_is_refused_before_any_runs(llm: LLM, bad: object) -> None:
+    before = llm.engine.steps
+    with pytest.raises(InvalidRequest):
+        llm.generate([[5, 6], bad], GREEDY)  # type: ignore[list-item]
+    assert llm.engine.steps == before
+
+
+def test_prompt_longer_than_the_whole_pool_is_refused_naming_the_numbers() -> None:
+    with tiny_llm(kv_blocks=4) as llm:
+        with pytest.raises(ContextLengthExceeded, match=r"64 tokens \(KV pool: 4 blocks of 16\); the prompt has 70"):
+            one(llm, [5] * 70, max_tokens=1)
+        assert len(one(llm, [5] * 60, max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+def test_max_tokens_zero_or_negative_or_of_another_type_is_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        SamplingParams(max_tokens=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_parameters_are_refused(field: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"{field} must be a finite number"):
+        SamplingParams(**{field: value})
+
+
+def test_a_lone_surrogate_in_a_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        llm.generate("hi \ud83e", GREEDY)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        llm.chat([{"role": "user", "content": "hi \ud83e"}])
+
+
+def test_unknown_model_and_unknown_setting_are_refused_by_name() -> None:
+    with pytest.raises(ModelNotFound, match="/no/such/model"):
+        LLM("/no/such/model")
+    with pytest.raises(ConfigError, match=r"max_num_seq.*max_num_seqs"):
+        tiny_llm(max_num_seq=3)
+
+
+@pytest.mark.report("vllm-project/vllm#17385")
+def test_generate_works_any_number_of_times(llm: LLM) -> None:
+    first = tokens(llm, PROMPTS)
+    for _ in range(9):
+        assert tokens(llm, PROMPTS) == first
+
+
+def test_closing_twice_is_fine_and_the_context_manager_closes() -> None:
+    with tiny_llm() as llm:
+        assert len(tokens(llm, [5])[0]) == 12
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([5], GREEDY)
+
+
+def test_a_model_without_a_tokenizer_works_by_token_ids(tmp_path: Path, llm: LLM) -> None:
+    with tiny_llm(model_copy(tmp_path, without="tokenizer")) as bare:
+        assert bare.tokenizer is None
+        (output,) = bare.generate([PROMPTS[0]], GREEDY)
+        assert output.token_ids == tokens(llm, PROMPTS[0])[0]
+        assert output.text == ""
+        with pytest.raises(InvalidRequest, match="no tokenizer; give the prompt as token ids"):
+            bare.generate("hello")
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            bare.chat(QUESTION)
+
+
+@pytest.mark.report("vllm-project/vllm#17385")
+async def test_many_asynchronous_calls_share_an_engine_process_and_a_stream_can_be_left(llm: LLM) -> None:
+    want = tokens(llm, PROMPTS)
+    fields = {"threads": 1, "max_num_seqs": 8, "max_batched_tokens": 64, "kv_blocks": 512}
+    async with await AsyncLLM.start(str(tiny_chat_model()), **fields) as asynchronous:
+        for _ in range(10):
+            calls = [asynchronous.generate(prompt, GREEDY) for prompt in PROMPTS]
+            outputs = await asyncio.wait_for(asyncio.gather(*calls), 20)
+            assert [output.token_ids for output in outputs] == want
+        deltas = [delta async for delta in asynchronous.stream(PROMPTS[0], GREEDY)]
+        assert [token for delta in deltas for token in delta.token_ids] == want[0]
+        endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+        stream = asynchronous.stream([5], endless)
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        task = asyncio.create_task(asynchronous.generate([6], endless))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if not asynchronous.engine.stats.running:
+                break
+        assert (asynchronous.engine.stats.running, asynchronous.engine.stats.blocks_live) == (0, 0)
+        with pytest.raises(InvalidRequest, match="empty"):
+            await asynchronous.generate([])
+        assert (await asynchronous.generate("hello", GREEDY)).token_ids == tokens(llm, "hello")[0]
+    await asynchronous.close()

@@ -1,0 +1,129 @@
+"""What crosses the socket comes out as it went in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from ropeway.config import CacheConfig, Config, ServerConfig
+from ropeway.engine.messages import (
+    Abort,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    NewRequest,
+    Shutdown,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
+from ropeway.request import FinishReason, SamplingParams
+
+EVERY_FIELD = SamplingParams(
+    n=2,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    logit_bias={5: -100.0, 7: 1.5},
+    seed=2**64 - 1,
+    max_tokens=None,
+    min_tokens=3,
+    stop=("\n", "🚀"),
+    stop_token_ids=(9, 11),
+    ignore_eos=True,
+    logprobs=4,
+    include_stop_str_in_output=True,
+    skip_special_tokens=False,
+)
+LOGPROBS = LogprobColumns(
+    row=np.array([1], dtype=np.int32),
+    chosen=np.array([-0.25], dtype=np.float32),
+    top_ids=np.array([[3, 4]], dtype=np.int32),
+    top=np.array([[-0.25, -np.inf]], dtype=np.float32),
+)
+TO_ENGINE: list[ToEngine] = [
+    Start(Config(), "/m"),
+    Start(Config(cache=CacheConfig(kv_memory=0.5), server=ServerConfig(api_key="k")), "/m", [2, 7], 400),
+    Submit([]),
+    Submit(
+        [
+            NewRequest(id=1, prompt=np.arange(5, dtype=np.int32), params=EVERY_FIELD, seed=2**64 - 1, group=True),
+            NewRequest(
+                id=2, prompt=np.arange(1, dtype=np.int32), params=SamplingParams(), seed=0, salt=b"\x00\xff", leader=1
+            ),
+        ]
+    ),
+    Abort([1, 2**62], "disconnect"),
+    Shutdown(),
+]
+FROM_ENGINE: list[FromEngine] = [
+    StepOutput(ids=np.empty(0, dtype=np.int64), tokens=np.empty(0, dtype=np.int32)),
+    StepOutput(
+        ids=np.array([1, 2**40], dtype=np.int64),
+        tokens=np.array([5, 6], dtype=np.int32),
+        finished=[Finished(1, FinishReason.STOP, 5), Finished(3, FinishReason.ERROR, error="why")],
+        started=[Started(1, 16)],
+        logprobs=LOGPROBS,
+    ),
+    Stats(running=1, waiting=2, wasted_rows={"end_token": 3}),
+    EngineInfo(model="m", vocab_size=400, max_model_len=64, num_blocks=9, block_size=16, max_num_seqs=8, load_s=0.5),
+    Failed("OutOfMemory", "no room"),
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality that looks into arrays, their dtypes and shapes."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, msgspec.Struct):
+        return all(same(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_the_examples_are_of_every_kind_and_set_every_sampling_field() -> None:
+    assert {type(message) for message in TO_ENGINE} == set(get_args(ToEngine))
+    assert {type(message) for message in FROM_ENGINE} == set(get_args(FromEngine))
+    usual = SamplingParams()
+    assert [f for f in usual.__struct_fields__ if getattr(usual, f) == getattr(EVERY_FIELD, f)] == []
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_a_message_to_the_engine_arrives_as_it_was(message: ToEngine) -> None:
+    assert same(decode_to_engine(encode(message)), message)
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
+def test_a_message_from_the_engine_arrives_as_it_was(message: FromEngine) -> None:
+    assert same(decode_from_engine(encode(message)), message)
+
+
+def test_every_setting_of_a_configuration_arrives() -> None:
+    start = decode_to_engine(encode(Start(Config(cache=CacheConfig(block_size=32, prefix_cache=False)), "/m")))
+    assert isinstance(start, Start)
+    assert dataclasses.asdict(start.config) == dataclasses.asdict(
+        Config(cache=CacheConfig(block_size=32, prefix_cache=False))
+    )
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_to_engine(encode(Stats()))
+    with pytest.raises(TypeError, match="object cannot be sent"):
+        encode(object())  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""How large the KV pool becomes, and what is said when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ropeway.config import CacheConfig, Config, ModelConfig
+from ropeway.devices.base import Device, Memory
+from ropeway.engine.assembly import assemble, kv_dtype, pool_blocks
+from ropeway.errors import OutOfMemory
+from ropeway.llm import LLM
+from ropeway.models.model import Model
+from ropeway.request import SamplingParams
+from ropeway.settings import resolve
+from tests.support.chat_model import CONTEXT, tiny_chat_model
+from tests.support.devices import device
+
+GIB = 1 << 30
+BLOCK_BYTES = 1 << 20
+MODEL = cast(Model, SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=16, dtype="bf16"))
+
+
+@dataclass(frozen=True)
+class SmallDevice:
+    """A device of a certain size, with blocks of one MiB."""
+
+    available: int
+
+    def memory(self) -> Memory:
+        return Memory(total=2 * self.available, available=self.available)
+
+    def kv_block_bytes(self, *_: Any) -> int:
+        return BLOCK_BYTES
+
+
+def blocks(available: int, context: int = 1000, **fields: Any) -> int:
+    config = resolve({"max_num_seqs": 4, **fields}, environ={}, given_as="argument").config
+    return pool_blocks(config, cast(Device, SmallDevice(available)), MODEL, context)
+
+
+def test_by_default_there_is_room_for_the_batch_at_the_typical_length() -> None:
+    assert blocks(8 * GIB, context=1000) == 4 * 63  # shorter than typical: the whole context
+    assert blocks(8 * GIB, context=4096) == 4 * 128  # two thousand tokens each
+    assert blocks(32 * GIB, context=100_000, max_num_seqs=1) == 6250  # one whole context at least
+
+
+@pytest.mark.report("vllm-project/vllm#1298")
+def test_by_default_half_of_the_free_memory_is_left_alone() -> None:
+    assert blocks(100 * BLOCK_BYTES) == 50
+
+
+def test_kv_blocks_and_kv_memory_are_taken_as_asked() -> None:
+    assert blocks(8 * GIB, kv_blocks=77) == 77
+    assert blocks(8 * GIB, kv_memory=0.5) == 512
+
+
+def test_all_of_the_memory_may_be_asked_for_and_not_a_block_more() -> None:
+    assert blocks(100 * BLOCK_BYTES, kv_blocks=100) == 100
+    with pytest.raises(OutOfMemory) as refused:
+        blocks(1024 * BLOCK_BYTES, kv_blocks=2048)
+    for words in ("2048 blocks", "needs 2.00 GiB", "1.00 GiB are available", "--kv-blocks 1024"):
+        assert words in refused.value.message
+    assert refused.value.param == "kv_blocks"
+
+
+def test_no_memory_for_the_pool_names_what_would_fit() -> None:
+    with pytest.raises(OutOfMemory, match=r"needs 3.00 GiB, 1.00 GiB are available; the largest pool here is 1024"):
+        blocks(GIB, kv_memory=3.0)
+    with pytest.raises(OutOfMemory, match=r"a KV pool of 0 blocks .*largest pool here is 1 blocks"):
+        blocks(BLOCK_BYTES)  # half of one block
+
+
+def test_memory_for_less_than_a_block_names_the_least() -> None:
+    with pytest.raises(OutOfMemory, match=r"kv_memory 0.0001 GiB is less than one block of 16 tokens .*0.0010 GiB"):
+        blocks(GIB, kv_memory=0.0001)
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "kept"), [("auto", "fp32", "fp32"), ("auto", "q8_0", "bf16"), ("fp32", "bf16", "fp32")]
+)
+def test_keys_and_values_are_kept_in_the_type_asked_for(asked: Any, model: str, kept: str) -> None:
+    of_type = cast(Model, SimpleNamespace(dtype=model))
+    assert kv_dtype(CacheConfig(kv_dtype=asked), of_type) == kept
+
+
+@pytest.mark.report("vllm-project/vllm#2418")
+@pytest.mark.parametrize("asked", [None, CONTEXT])
+def test_a_context_beyond_the_pool_is_lowered_to_it_with_a_log_line(
+    asked: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(
+        model=ModelConfig(model=str(tiny_chat_model()), max_model_len=asked), cache=CacheConfig(kv_blocks=8)
+    )
+    with caplog.at_level(logging.WARNING):
+        assembly = assemble(config, tiny_chat_model(), lambda _: None, device=device("reference"))
+    assert (assembly.info.max_model_len, assembly.info.num_blocks) == (128, 8)
+    assert "max_model_len lowered from 2048 to 128, what the KV pool of 8 blocks holds" in caplog.text
+
+
+def test_a_context_within_the_pool_is_kept_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(model=ModelConfig(model=str(tiny_chat_model()), max_model_len=100), cache=CacheConfig(kv_blocks=8))
+    assembly = assemble(config, tiny_chat_model(), lambda _: None, device=device("reference"))
+    assert assembly.info.max_model_len == 100
+    assert not caplog.records
+
+
+@pytest.mark.report("vllm-project/vllm#34076")
+@pytest.mark.parametrize("available", [BLOCK_BYTES, 7 * BLOCK_BYTES + 5, GIB])
+def test_the_largest_pool_that_an_error_names_is_one_that_starts(available: int) -> None:
+    with pytest.raises(OutOfMemory) as refused:
+        blocks(available, kv_memory=50.0)
+    (largest,) = re.findall(r"--kv-blocks (\d+)", refused.value.message)
+    assert blocks(available, kv_blocks=int(largest)) == int(largest)
+    with pytest.raises(OutOfMemory):
+        blocks(available, kv_blocks=int(largest) + 1)
+
+
+@pytest.mark.report("vllm-project/vllm#1298")
+def test_the_longest_requests_end_as_asked_when_they_fill_batch_and_pool() -> None:
+    with LLM(str(tiny_chat_model()), kv_blocks=16, max_num_seqs=8, max_batched_tokens=64, threads=1) as llm:
+        longest = SamplingParams(max_tokens=llm.info.max_model_len - 20, ignore_eos=True)
+        outputs = llm.generate([[i + 5] * 20 for i in range(8)], longest, progress=False)
+        assert [len(output.token_ids) for output in outputs] == [236] * 8
+        assert llm.engine.stats().preemptions > 0
