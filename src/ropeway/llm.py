@@ -108,7 +108,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), all of them in one continuous batch, in the given order.
 
-        ``params``: one for all, or one per prompt. Raises ``InvalidRequest`` before anything runs."""
+        ``params``: one for all, or one per prompt; a model's own recommendations (generation_config.json) apply
+        on the server only. Raises ``InvalidRequest`` before anything runs."""
         texts: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item, assignment]
         each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(texts):

@@ -246,6 +246,7 @@ def test_a_template_that_refuses_the_messages_is_quoted() -> None:
 
 
 @pytest.mark.report("vllm-project/vllm#10463")
+@pytest.mark.report("vllm-project/vllm#13881")
 def test_unknown_fields_are_ignored_and_logged_once(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     body = chat_body(foo=1, bar={"deep": [1]}, user="u", metadata={}, store=False)
     body["messages"] = [{"role": "user", "content": "Hi", "id": 7, "opts": {"v": 1}}]

@@ -156,6 +156,7 @@ def test_a_model_without_a_tokenizer_works_by_token_ids() -> None:
         check_error(http.post("/tokenize", json={"prompt": "Hi"}), 400, "no tokenizer")
 
 
+@pytest.mark.report("vllm-project/vllm#15281")
 def test_the_models_defaults_fill_what_a_request_leaves_out() -> None:
     engine = ScriptedEngine()
     defaults = {"temperature": 0.3, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}

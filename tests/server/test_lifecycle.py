@@ -109,6 +109,7 @@ def test_the_management_listener_is_healthy_and_not_ready_until_the_model_is_loa
             check_serving(http)
 
 
+@pytest.mark.report("vllm-project/vllm#15281")
 def test_the_models_sampling_defaults_are_told_at_the_start(model: Path) -> None:
     with running(model) as server:
         server.wait("/ready", 200)

@@ -92,7 +92,9 @@ def test_a_stop_string_among_the_first_min_tokens_is_text() -> None:
         count = sum(len(delta.token_ids) for delta in deltas)
         assert count >= least
         if deltas[-1].finish_reason is FinishReason.STOP:
-            first_after = next(i for i, token in enumerate(tokens) if i + 1 >= least and "\n" in TOKENIZER.decode([token]))
+            first_after = next(
+                i for i, token in enumerate(tokens) if i + 1 >= least and "\n" in TOKENIZER.decode([token])
+            )
             assert count == first_after + 1
 
 

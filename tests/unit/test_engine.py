@@ -48,13 +48,27 @@ class Bench:
     """An engine over an executor, and everything it has said."""
 
     def __init__(
-        self, executor: Recorder | FakeDevice, *, blocks: int = 32, block_size: int = 4, budget: int = 64, seats: int = 8
+        self,
+        executor: Recorder | FakeDevice,
+        *,
+        blocks: int = 32,
+        block_size: int = 4,
+        budget: int = 64,
+        seats: int = 8,
+        prefix_cache: bool = True,
     ) -> None:
         max_len = min(128, blocks * block_size)
         config = SchedulerConfig(max_num_seqs=seats, max_batched_tokens=budget)
         self.said: list[StepOutput] = []
         self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len)
-        self.engine = Engine(self.scheduler, executor, self.said.append, max_model_len=max_len, end_ids=(END,))
+        self.engine = Engine(
+            self.scheduler,
+            executor,
+            self.said.append,
+            max_model_len=max_len,
+            end_ids=(END,),
+            prefix_cache=prefix_cache,
+        )
 
     def submit(self, request_id: int, prompt: list[int], **params: object) -> NewRequest:
         params = {"max_tokens": 4, "ignore_eos": True, **params}
@@ -169,6 +183,27 @@ def test_after_an_abort_between_steps_nothing_more_is_said_of_a_request(ahead: i
     assert bench.scheduler.wasted_rows == ({"disconnect": 1} if steps else {})
 
 
+@pytest.mark.parametrize(("prefix_cache", "hits"), [(True, [16, 40]), (False, [16, 32])])
+def test_siblings_share_their_prompt_and_with_the_prefix_cache_off_nobody_else_does(
+    prefix_cache: bool, hits: list[int]
+) -> None:
+    bench = Bench(FakeDevice(32, 4), prefix_cache=prefix_cache)
+    prompt = np.arange(1, 12, dtype=np.int32)  # two full blocks, and three tokens more
+    params = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
+    found = []
+    for leader in (1, 4):
+        group = range(leader, leader + 3)
+        bench.engine.submit(
+            NewRequest(id=i, prompt=prompt, params=params, seed=i, leader=None if i == leader else leader, group=True)
+            for i in group
+        )
+        bench.run(ahead=1)
+        found.append(bench.scheduler.prefix_hits)
+    assert found == hits
+    for i in range(1, 7):
+        assert bench.tokens(i) == alone(prompt.tolist(), params, i, (), 15)
+
+
 def test_stats_are_those_of_scheduler_and_pool() -> None:
     bench = Bench(FakeDevice(32, 4), seats=1)
     bench.submit(1, list(range(1, 10)))
@@ -216,7 +251,7 @@ def test_the_pool_is_exact_after_a_long_output_and_after_an_abort_inside_a_promp
     bench.submit(2, [9] * 60)
     for _ in range(2):
         bench.engine.step(ahead)
-    assert 0 < pool.live
+    assert pool.live > 0
     bench.engine.abort([2], "disconnect")
     bench.run(ahead)
     assert (pool.live, pool.cached + pool.free) == (0, pool.num_blocks)
@@ -246,3 +281,19 @@ def test_a_prefix_evicted_while_its_request_waits_is_computed_again() -> None:
     bench.run(ahead=1)
     assert bench.scheduler.prefix_hits == 0
     assert bench.tokens(8) == alone(prompt, new.params, 8, (), 17)
+
+
+@pytest.mark.report("vllm-project/vllm#42490")
+def test_a_request_that_starts_while_another_of_its_prefix_ends_never_reads_what_is_not_known_yet() -> None:
+    bench = Bench(FakeDevice(64, 4), blocks=64, budget=16)
+    shared = list(range(1, 33))
+    for round_ in range(200):
+        first = bench.submit(2 * round_, [*shared, round_ % 60 + 1], max_tokens=4)
+        for _ in range(round_ % 8):
+            bench.engine.step(1)
+        second = bench.submit(2 * round_ + 1, [*shared, round_ % 59 + 2], max_tokens=4)
+        bench.run(ahead=1)
+        for new in (first, second):
+            assert bench.tokens(new.id) == alone(new.prompt.tolist(), new.params, new.seed, (), 37)
+        bench.said.clear()
+    assert bench.scheduler.prefix_hits > 200 * 32

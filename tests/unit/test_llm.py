@@ -110,8 +110,8 @@ def test_a_chat_is_its_rendered_prompt(llm: LLM) -> None:
     (answer,) = llm.chat(QUESTION, params, progress=False)
     assert answer.token_ids == one(llm, llm.tokenizer.encode_chat(QUESTION), max_tokens=10).token_ids
     several = llm.chat([QUESTION, [{"role": "user", "content": "Hi"}]], params, progress=False)
-    assert [output.token_ids for output in several][0] == answer.token_ids
     assert len(several) == 2
+    assert several[0].token_ids == answer.token_ids
 
 
 def test_a_streamed_chat_is_the_whole_one_in_pieces(llm: LLM) -> None:
