@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, Delta, Usage
 from ropeway.engine.completions import CompletionText, Router
 from ropeway.engine.messages import NewRequest
 from ropeway.engine.submission import Submitter
-from ropeway.errors import InvalidRequest
+from ropeway.errors import EngineDead, InvalidRequest
 from ropeway.loading.sources import resolve as resolve_source
 from ropeway.outcome import StepOutput
 from ropeway.request import Completion, RequestOutput, SamplingParams
 from ropeway.settings import resolve as resolve_settings
 from ropeway.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +41,15 @@ class _Call:
             prompt_token_ids=list(ids),
             outputs=[Completion(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)],
         )
-        self.deltas: list[Delta] = []
         self.open = params.n
+        self.error: str | None = None
+        self.news: deque[Delta] | None = None
+        """Deltas for whoever reads them one by one."""
 
     def add(self, delta: Delta) -> None:
-        self.deltas.append(delta)
+        if self.news is not None:
+            self.news.append(delta)
+        self.error = self.error or delta.error
         completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids += delta.token_ids
@@ -53,6 +59,12 @@ class _Call:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             self.output.cached_tokens = self.usage.cached_tokens
             self.open -= 1
+
+    def result(self) -> RequestOutput:
+        """The whole output; raises ``EngineDead`` if the engine failed on the way."""
+        if self.error is not None:
+            raise EngineDead(self.error)
+        return self.output
 
 
 class LLM:
@@ -66,10 +78,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2-135m", **fields: Any) -> None:
-        resolved = resolve_settings({"model": model, **fields}, given_as="argument")
-        for note in resolved.notes:
-            log.warning("%s", note)
-        self._open(resolved.config)
+        self._open(_settings(model, fields))
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -137,11 +146,14 @@ class LLM:
         """The answer as it is made. Leaving the loop early aborts it."""
         ids = self._need_tokenizer().encode_chat(messages, **template)
         call = self._submit(None, self._submitter.prepare(ids, params or _CHAT))
+        call.news = deque()
         try:
-            while call.open:
-                self.engine.step(self._ahead)
-                yield from call.deltas
-                call.deltas.clear()
+            while call.open or call.news:
+                while call.news:
+                    yield call.news.popleft()
+                if call.open:
+                    self.engine.step(self._ahead)
+            call.result()
         finally:
             self._abort([call])
 
@@ -170,6 +182,8 @@ class LLM:
         return self.tokenizer
 
     def _submit(self, prompt: str | None, group: Sequence[NewRequest]) -> _Call:
+        if self._closed:
+            raise EngineDead("this LLM has been closed; make a new one")
         params = group[0].params
         call = _Call(prompt, group[0].prompt.tolist(), params)
         for index, new in enumerate(group):
@@ -181,27 +195,30 @@ class LLM:
         self, requests: Sequence[tuple[str | None, Sequence[int], SamplingParams]], *, progress: bool
     ) -> list[RequestOutput]:
         groups = [self._submitter.prepare(ids, params) for _, ids, params in requests]
-        calls = [self._submit(text, group) for (text, _, _), group in zip(requests, groups, strict=True)]
+        calls: list[_Call] = []
         try:
-            with _progress(len(calls), shown=progress) as bar:
-                while any(call.open for call in calls):
-                    self.engine.step(self._ahead)
-                    if bar is not None:
-                        tokens = sum(call.usage.completion_tokens for call in calls)
-                        done = sum(not call.open for call in calls)
-                        bar.update(bar.task_ids[0], completed=done, tokens=tokens)
+            for (text, _, _), group in zip(requests, groups, strict=True):
+                calls.append(self._submit(text, group))
+            with _progress_bar(calls, shown=progress) as show:
+                first_open = 0
+                while first_open < len(calls):
+                    if calls[first_open].open:
+                        self.engine.step(self._ahead)
+                        show()
+                    else:
+                        first_open += 1
         finally:
             self._abort(calls)
-        return [call.output for call in calls]
+        return [call.result() for call in calls]
 
     def _abort(self, calls: Sequence[_Call]) -> None:
         """Drop what has not ended, and let the device finish what is under way."""
-        left = [request_id for request_id, owner, _ in self._router.owners() if owner in calls]
+        ours = set(map(id, calls))
+        left = [request_id for request_id, owner, _ in self._router.owners() if id(owner) in ours]
         for request_id in left:
             self._router.drop(request_id)
         self.engine.abort(left, "cancel")
-        while self.engine.has_work:
-            self.engine.step(0)
+        self.engine.drain()
 
     def _receive(self, output: StepOutput) -> None:
         news, stopped = self._router.receive(output)
@@ -225,13 +242,12 @@ class AsyncLLM:
         """Start an engine process and load the model into it. Raises what loading raises."""
         from ropeway.engine.process import start_engine
 
-        resolved = resolve_settings({"model": model, **fields}, given_as="argument")
-        return cls(await start_engine(resolved.config))
+        return cls(await start_engine(_settings(model, fields)))
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Complete one prompt."""
         params = params or SamplingParams()
-        ids = self._encode(prompt)
+        ids = await asyncio.to_thread(self._encode, prompt)
         generation = self.engine.submit(ids, params)
         call = _Call(prompt if isinstance(prompt, str) else None, ids, params)
         call.usage = generation.usage
@@ -240,13 +256,16 @@ class AsyncLLM:
                 call.add(delta)
         finally:
             generation.cancel()
-        return call.output
+        return call.result()
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """The completion as it is made. Leaving the loop early aborts it."""
-        generation = self.engine.submit(self._encode(prompt), params or SamplingParams())
+        ids = await asyncio.to_thread(self._encode, prompt)
+        generation = self.engine.submit(ids, params or SamplingParams())
         try:
             async for delta in generation:
+                if delta.error is not None:
+                    raise EngineDead(delta.error)
                 yield delta
         finally:
             generation.cancel()
@@ -270,6 +289,15 @@ class AsyncLLM:
         return self.engine.tokenizer.encode(prompt)
 
 
+def _settings(model: str, fields: Mapping[str, Any]) -> Config:
+    resolved = resolve_settings({"model": model, **fields}, given_as="argument")
+    for note in resolved.notes:
+        log.warning("%s", note)
+    return resolved.config
+
+
+_BAR_S = 0.1
+"""Between two updates of the progress bar."""
 _CHAT = SamplingParams(max_tokens=None)
 """Without other wishes, an answer may be as long as the context."""
 
@@ -286,36 +314,27 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     return [int(token) for token in prompt]
 
 
-class _progress:
-    """A bar over requests with the token rate, on a terminal only."""
+@contextlib.contextmanager
+def _progress_bar(calls: Sequence[_Call], *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar over requests with the number of tokens, on a terminal only; what is yielded brings it up to date."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._total = total
-        self._shown = shown
-        self._bar: Progress | None = None
+    columns = (TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress("generating", BarColumn(), MofNCompleteColumn(), *columns, console=console, transient=True) as bar:
+        task = bar.add_task("generating", total=len(calls), tokens=0)
+        next_s = 0.0
 
-    def __enter__(self) -> Progress | None:
-        if not self._shown:
-            return None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        def show() -> None:
+            nonlocal next_s
+            now = time.monotonic()
+            if now >= next_s:
+                next_s = now + _BAR_S
+                tokens = sum(call.usage.completion_tokens for call in calls)
+                bar.update(task, completed=sum(not call.open for call in calls), tokens=tokens)
 
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            return None
-        self._bar = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]} tokens"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._bar.start()
-        self._bar.add_task("generating", total=self._total, tokens=0)
-        return self._bar
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        yield show

@@ -20,6 +20,8 @@ MAX_N = 128
 """Largest ``n`` (OpenAI's limit)."""
 MAX_STOP = 16
 """Largest number of stop strings."""
+MAX_STOP_TOKEN_IDS = 64
+"""Largest number of ``stop_token_ids``: every step compares its tokens with all of a request's."""
 
 
 class FinishReason(enum.StrEnum):
@@ -75,6 +77,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, name), list):
+                msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
         _whole("n", self.n, 1, MAX_N)
         _real("temperature", self.temperature, 0.0, 100.0)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -97,11 +107,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP:
             raise InvalidRequest(f"{len(self.stop)} stop strings; the limit is {MAX_STOP}", param="stop")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidRequest("a stop string must be non-empty text", param="stop")
+        for stop in self.stop:
+            if not isinstance(stop, str) or not stop or (not stop.isascii() and _surrogates(stop)):
+                raise InvalidRequest("a stop string must be non-empty text without lone surrogates", param="stop")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, 2**31 - 1)
             _real("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{len(self.stop_token_ids)} stop_token_ids; the limit is {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
+            )
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
 
@@ -132,6 +147,10 @@ def _real(name: str, value: object, low: float, high: float, *, open_low: bool =
     if not low <= value <= high or (open_low and value == low):
         bound = "above" if open_low else "at least"
         raise InvalidRequest(f"{name} is {value}; it must be {bound} {low} and at most {high}", param=name)
+
+
+def _surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class Gate:
@@ -181,8 +200,10 @@ class Request:
     unsettled: int = 0
     """Steps in flight that hold a row of it."""
     finish: FinishReason | None = None
-    followers: list[Gate] = field(default_factory=list)
-    """Gates that open when this request's prompt has been computed, or when it ends."""
+    followers: list[Request] = field(default_factory=list)
+    """Siblings whose gates open when this request's prompt has been computed."""
+    published: int = 0
+    """Leading blocks of its seat that are findable under their keys."""
 
     @property
     def output_tokens(self) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from ropeway import LLM, AsyncLLM, FinishReason, SamplingParams
-from ropeway.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelNotFound
+from ropeway.errors import ConfigError, ContextLengthExceeded, EngineDead, InvalidRequest, ModelNotFound
+from ropeway.execution.local import LocalWork
+from ropeway.plan import Plan, Result
 from tests.support.chat_model import tiny_chat_model
 from tests.support.llms import GREEDY, idle, model_copy, one, tiny_llm, tokens
 
@@ -191,7 +195,7 @@ def test_closing_twice_is_fine_and_the_context_manager_closes() -> None:
     with tiny_llm() as llm:
         assert len(tokens(llm, [5])[0]) == 12
     llm.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(EngineDead, match="closed"):
         llm.generate([5], GREEDY)
 
 
@@ -236,3 +240,106 @@ async def test_many_asynchronous_calls_share_an_engine_process_and_a_stream_can_
             await asynchronous.generate([])
         assert (await asynchronous.generate("hello", GREEDY)).token_ids == tokens(llm, "hello")[0]
     await asynchronous.close()
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_an_interrupted_call_leaves_an_engine_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, after: int, async_scheduling: bool
+) -> None:
+    with tiny_llm(async_scheduling=async_scheduling) as llm:
+        want = tokens(llm, [5, 6])
+        wait, calls = LocalWork.result, [0]
+
+        def interrupted(work: LocalWork) -> Result:
+            calls[0] += 1
+            if calls[0] == after:
+                raise KeyboardInterrupt
+            return wait(work)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalWork, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[5, 6, 7]] * 8, GREEDY, progress=False)
+        assert idle(llm)
+        assert tokens(llm, [5, 6]) == want
+
+
+def test_a_failing_device_is_told_to_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_llm() as llm:
+
+        def lost(plan: Plan) -> None:
+            raise RuntimeError("device lost")
+
+        monkeypatch.setattr(llm.worker, "forward", lost)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="device lost"):
+                llm.generate([5, 6, 7], GREEDY, progress=False)
+
+
+def test_closing_one_stream_does_not_run_the_other_to_its_end() -> None:
+    with tiny_llm() as llm:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        first, second = (llm.stream_chat(QUESTION, params) for _ in range(2))
+        next(first), next(second)
+        before = llm.engine.steps
+        first.close()  # type: ignore[attr-defined]
+        assert llm.engine.steps == before
+        assert sum(len(delta.token_ids) for delta in second) == 399
+        assert idle(llm)
+
+
+async def _start() -> AsyncLLM:
+    return await AsyncLLM.start(str(tiny_chat_model()), threads=1, max_num_seqs=8, kv_blocks=512)
+
+
+def _engine_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "ropeway.engine.child" in child.cmdline()]
+
+
+async def test_a_cancelled_start_leaves_no_process_behind() -> None:
+    task = asyncio.create_task(_start())
+    while not _engine_processes():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not _engine_processes()
+
+
+async def test_a_killed_engine_is_an_error_for_those_who_wait_and_those_who_come() -> None:
+    async with await _start() as llm:
+        task = asyncio.create_task(llm.generate([5], SamplingParams(max_tokens=2000, ignore_eos=True)))
+        await asyncio.sleep(0.2)
+        (process,) = _engine_processes()
+        process.kill()
+        with pytest.raises(EngineDead):
+            await asyncio.wait_for(task, 5)
+        with pytest.raises(EngineDead):
+            await llm.generate([5])
+
+
+async def test_messages_that_cannot_be_read_end_the_readers_and_leave_nothing_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with await _start() as llm:
+
+        def broken(output: object) -> None:
+            raise ValueError("no such message")
+
+        monkeypatch.setattr(llm.engine, "_deliver", broken)
+        with pytest.raises(EngineDead, match="no such message"):
+            await asyncio.wait_for(llm.generate([5]), 5)
+        with pytest.raises(EngineDead):
+            await llm.generate([5])
+
+
+async def test_waiting_for_the_engine_leaves_nothing_behind_per_message() -> None:
+    async with await _start() as llm:
+        tasks = len(asyncio.all_tasks())
+        await llm.generate([5], SamplingParams(max_tokens=100, ignore_eos=True))
+        gc.collect()
+        assert len(asyncio.all_tasks()) <= tasks + 2
+        futures = [each for each in gc.get_objects() if isinstance(each, asyncio.Future)]
+        assert len(futures) < 20

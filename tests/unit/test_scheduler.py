@@ -78,7 +78,7 @@ def test_without_chunked_prefill_a_prompt_is_one_row_before_the_decodes() -> Non
     plan = line.step()
     assert line.rows(plan) == {long.id: (0, 30)}  # beyond the budget, since it cannot be cut
     plan = line.step()
-    assert line.order(plan) == [short.id, running.id, long.id]
+    assert set(line.order(plan)) == {short.id, running.id, long.id}
     assert line.rows(plan)[short.id] == (0, 4)
 
 
@@ -262,16 +262,44 @@ def test_after_three_preemptions_a_request_is_seated_with_its_whole_life_and_is_
     assert len(line.outputs[older.id]) == 13
 
 
-def test_a_protected_request_waits_until_its_whole_life_fits() -> None:
-    line = Line(blocks=6)
-    older = line.add(9, 4)
+def test_protected_requests_sit_together_only_as_far_as_their_lives_fit_and_let_others_pass() -> None:
+    line = Line(blocks=8)
+    first = line.add(4, 17, preemptions=MAX_PREEMPTIONS)  # a life of five blocks
+    second = line.add(4, 13, preemptions=MAX_PREEMPTIONS)  # and one of four
+    other = line.add(4, 4)
     line.step()
-    protected = line.add(4, 13, preemptions=MAX_PREEMPTIONS)
-    while older.finish is None:
-        assert protected.slot < 0
+    assert first.slot >= 0
+    assert other.slot >= 0, "an ordinary request passes a protected one that waits for another's life to end"
+    while first.finish is None:
+        assert second.slot < 0
         line.step()
     line.step()
+    assert second.slot >= 0
+    line.run()
+    assert first.preemptions == second.preemptions == MAX_PREEMPTIONS
+
+
+def test_a_protected_request_with_an_open_end_does_not_empty_the_line() -> None:
+    line = Line(blocks=16, seats=8, max_len=64)
+    protected = line.add(4, 59, preemptions=MAX_PREEMPTIONS)  # its life is the whole pool
+    others = [line.add(4, 8) for _ in range(4)]
+    line.step()
     assert protected.slot >= 0
+    assert all(other.slot >= 0 for other in others)
+    line.run()
+    assert len(line.outputs[protected.id]) == 59
+
+
+def test_a_leader_that_is_aborted_hands_its_prefill_to_one_sibling() -> None:
+    line = Line(budget=4)
+    leader, heir, *others = line.add_group(PROMPT, 4, prefix_cache=True)
+    line.step()
+    line.scheduler.abort(leader.id, "cancel")
+    line.step()
+    assert heir.slot >= 0
+    assert all(other.slot < 0 for other in others)
+    line.run()
+    assert all(len(line.outputs[request.id]) == 4 for request in (heir, *others))
 
 
 def test_preemptions_of_a_request_are_bounded_and_everybody_ends() -> None:

@@ -31,6 +31,8 @@ class BlockPool:
         """Blocks nobody references: free and cached ones."""
         self.cached = 0
         """Of those, the published ones."""
+        self.releases = 0
+        """How often blocks were given back: as long as it stays, ``available`` does not rise."""
 
     @property
     def live(self) -> int:
@@ -85,6 +87,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference back on each. Of a sequence's blocks, given in position order, the last is
         evicted first, since a prefix is worth more than its continuation."""
+        self.releases += 1
         for block in reversed(blocks):
             references = self._references[block] - 1
             if references < 0:

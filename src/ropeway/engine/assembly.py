@@ -42,10 +42,10 @@ def make_device(config: EngineConfig) -> Device:
     if config.device == "reference":
         from ropeway.devices.reference import ReferenceDevice
 
-        return ReferenceDevice(threads=config.threads)
+        return ReferenceDevice(threads=config.threads, activations=config.activations)
     from ropeway.devices.cpu.device import CpuDevice
 
-    return CpuDevice(threads=config.threads)
+    return CpuDevice(threads=config.threads, activations=config.activations)
 
 
 def assemble(

@@ -63,7 +63,8 @@ class EngineLoop:
             while self._receive(engine):
                 if engine.has_work:
                     engine.step(ahead)
-                self._report(engine)
+                if not engine.has_work or time.monotonic() - self._reported_s >= _REPORT_S:
+                    self._report(engine)
         finally:
             engine.close()
 
@@ -73,7 +74,8 @@ class EngineLoop:
 
     def _receive(self, engine: Engine) -> bool:
         """Take in what has arrived, waiting for it when there is nothing else to do. False: shut down."""
-        patience_ms = 0 if engine.has_work else int(_HEARTBEAT_S * 1000)
+        idle = not engine.has_work
+        patience_ms = int(_HEARTBEAT_S * 1000) if idle else 0
         while self._socket.poll(patience_ms):
             patience_ms = 0
             match decode_to_engine(self._socket.recv()):
@@ -83,13 +85,13 @@ class EngineLoop:
                     engine.abort(ids, reason)
                 case Shutdown():
                     return False
+        if idle and engine.has_work:
+            self._report(engine)  # its first step may take long
         return True
 
     def _report(self, engine: Engine) -> None:
-        now = time.monotonic()
-        if now - self._reported_s >= _REPORT_S or not engine.has_work:
-            self._reported_s = now
-            self.send(engine.stats())
+        self._reported_s = time.monotonic()
+        self.send(engine.stats())
 
 
 def _progress_line(model: str) -> Callable[[int, int], None] | None:
@@ -131,7 +133,7 @@ def main() -> int:
         assert isinstance(start, Start)
         loop.run(start)
     except RopewayError as error:
-        loop.send(Failed(type(error).__name__, error.message))
+        loop.send(Failed(type(error).__name__, error.message, error.param))
         status = 1
     except Exception as error:
         traceback.print_exc()

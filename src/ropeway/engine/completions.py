@@ -32,29 +32,31 @@ class CompletionText:
         end_token = None if finished is None else finished.end_token
         text, hit = self._push_text(token, hidden=end_token is not None and not self._shows(token))
         delta = Delta(self.index, text, [token], None if logprob is None else [logprob])
-        if hit is not None:
-            delta.finish_reason, delta.stop_reason = FinishReason.STOP, hit
-        elif finished is not None:
-            delta.text += self._rest()
+        if hit is None and finished is not None:
+            rest, hit = self._rest()
+            delta.text += rest
             delta.finish_reason = finished.reason
             if end_token in self._params.stop_token_ids:
                 delta.stop_reason = end_token
+        if hit is not None:
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP, hit
         return delta
 
     def end(self, finished: Finished) -> Delta:
         """The completion ends without a further token."""
-        return Delta(self.index, self._rest(), [], None, finished.reason, error=finished.error)
+        return Delta(self.index, self._rest()[0], [], None, finished.reason, error=finished.error)
 
     def _push_text(self, token: int, *, hidden: bool) -> tuple[str, str | None]:
         if self._detokenizer is None or hidden:
             return "", None
         return self._stop.push(self._detokenizer.push([token]), free=self.count < self._params.min_tokens)
 
-    def _rest(self) -> str:
+    def _rest(self) -> tuple[str, str | None]:
+        """(the text held back until the end, the stop string that its last characters complete)."""
         if self._detokenizer is None:
-            return ""
+            return "", None
         text, hit = self._stop.push(self._detokenizer.finish())
-        return text if hit is not None else text + self._stop.finish()
+        return (text, hit) if hit is not None else (text + self._stop.finish(), None)
 
     def _shows(self, end_token: int) -> bool:
         return self._params.include_stop_str_in_output and end_token in self._params.stop_token_ids

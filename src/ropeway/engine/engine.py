@@ -74,12 +74,18 @@ class Engine:
             self._settle(keep=0)
         plan = self.scheduler.plan()
         work = self.executor.forward(plan) if plan else None
-        if ahead:
-            self._settle(keep=ahead - 1 if plan else 0)
-        if work:
-            self.steps += 1
-            work.sample()
-            self._pending.append(work)
+        try:
+            if ahead:
+                self._settle(keep=ahead - 1 if plan else 0)
+        finally:  # whatever interrupts the wait, the step that has begun is finished and kept
+            if work:
+                self.steps += 1
+                work.sample()
+                self._pending.append(work)
+
+    def drain(self) -> None:
+        """Settle every step in flight and plan no other."""
+        self._settle(keep=0)
 
     def stats(self) -> Stats:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -102,8 +108,10 @@ class Engine:
 
     def _settle(self, keep: int) -> None:
         while len(self._pending) > keep:
-            work = self._pending.popleft()
-            self.outbox(self.scheduler.settle(work.plan, work.result()))
+            work = self._pending[0]
+            result = work.result()
+            self._pending.popleft()
+            self.outbox(self.scheduler.settle(work.plan, result))
 
     def _request(self, new: NewRequest, leaders: dict[int, Request]) -> Request | None:
         prompt, params = new.prompt, new.params
@@ -120,7 +128,7 @@ class Engine:
             prompt_tokens=len(prompt),
             params=params,
             limit=limit,
-            end_ids=(() if params.ignore_eos else self.end_ids) + params.stop_token_ids,
+            end_ids=tuple(dict.fromkeys((*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids))),
             seed=new.seed,
             keys=[self._root(new)] if shared else None,
             leader=leader,
@@ -134,6 +142,6 @@ class Engine:
     def _refusal(self, new: NewRequest) -> str:
         size = self.scheduler.pool.num_blocks * self.scheduler.pool.block_size
         return (
-            f"a prompt of {len(new.prompt)} tokens and max_tokens {new.params.max_tokens} do not fit the context of "
-            f"{self.max_model_len} tokens and the KV pool of {size}; shorten the prompt or lower max_tokens"
+            f"a prompt of {len(new.prompt)} tokens and one token more do not fit the context of "
+            f"{self.max_model_len} tokens and the KV pool of {size}; shorten the prompt"
         )

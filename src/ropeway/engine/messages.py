@@ -49,7 +49,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 class Abort(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
     reason: str
-    """``disconnect``, ``cancel`` or ``stop_string``; labels the rows computed in vain."""
+    """``cancel`` or ``stop_string``; labels the rows computed in vain."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +96,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: str
     """Name of the error class of ``ropeway.errors``."""
     message: str
+    param: str | None = None
+    """The config field at fault, if one is."""
 
 
 FromEngine = StepOutput | Stats | EngineInfo | Failed

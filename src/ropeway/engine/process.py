@@ -11,6 +11,7 @@ over one private ipc socket (a pair, in a folder only this user can enter), msgs
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sys
 import tempfile
@@ -35,21 +36,22 @@ from ropeway.engine.messages import (
     Start,
     Stats,
     Submit,
-    ToEngine,
     decode_from_engine,
     encode,
 )
 from ropeway.engine.submission import Submitter
-from ropeway.errors import EngineDead, QueueFull, RopewayError
+from ropeway.errors import ConfigError, EngineDead, QueueFull, RopewayError
 from ropeway.loading.sources import resolve as resolve_source
 from ropeway.outcome import Finished, StepOutput
 from ropeway.request import FinishReason, SamplingParams
 from ropeway.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _IDLE_SILENCE_S = 5.0
-"""An idle engine reports every second."""
+"""An idle engine reports every second, and says at once that it has got work."""
 _BUSY_SILENCE_S = 60.0
-"""A busy one at least every step, and a step of a long prompt on a slow machine takes its time."""
+"""A busy one reports every step, and a step of a long prompt on a slow machine takes its time."""
 _SHUTDOWN_S = 5.0
 
 
@@ -101,6 +103,7 @@ class EngineProcess:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # bounded by the number of requests
         self._process: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Task[int] | None = None
         self._listener: asyncio.Task[None] | None = None
 
     @property
@@ -112,27 +115,31 @@ class EngineProcess:
     def failure(self) -> str | None:
         """Why the engine is dead or does not answer; None: it lives."""
         silence = time.monotonic() - self._heard_s
-        if self._failure is None and silence > (_BUSY_SILENCE_S if len(self._router) else _IDLE_SILENCE_S):
+        busy = self.stats.running + self.stats.waiting > 0
+        if self._failure is None and silence > (_BUSY_SILENCE_S if busy else _IDLE_SILENCE_S):
             return f"the engine process has not answered for {silence:.0f} s"
         return self._failure
 
     async def start(self, start: Start) -> None:
         """Start the child and wait until it is ready; raises what its loading raised."""
         address = f"ipc://{self._folder}/engine"
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot make a socket in {self._folder}: {error}; set TMPDIR to a short, writable path"
+            ) from error
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "ropeway.engine.child", address, stdin=asyncio.subprocess.PIPE
         )
-        self._send(start)
-        first = await self._receive()
-        match first:
-            case EngineInfo():
-                self.info = first
-            case Failed():
-                await self.close()
-                raise _error(first)
+        self._ended = asyncio.create_task(self._process.wait())
+        self._send(encode(start))
+        match await self._receive():
+            case EngineInfo() as info:
+                self.info = info
+            case Failed() as failed:
+                raise _error(failed)
             case _:
-                await self.close()
                 raise EngineDead(f"the engine process ended before it was ready (exit code {self._process.returncode})")
         self._submitter = Submitter(self.info)
         self._listener = asyncio.create_task(self._listen())
@@ -141,8 +148,8 @@ class EngineProcess:
         self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
     ) -> ProcessGeneration:
         """Hand a request to the engine; see ``AsyncEngine.submit``."""
-        if self._failure is not None:
-            raise EngineDead(self._failure)
+        if self.failure is not None:
+            raise EngineDead(self.failure)
         group = self._submitter.prepare(prompt, params, salt=cache_salt)
         waiting = len(self._router) - self.info.max_num_seqs
         if waiting + len(group) > self._max_queue:
@@ -150,11 +157,12 @@ class EngineProcess:
                 f"{max(waiting, 0)} requests are waiting and {len(group)} more were asked; the queue holds "
                 f"{self._max_queue}: try again later"
             )
+        message = encode(Submit(group))
         usage = Usage(prompt_tokens=len(prompt))
         generation = ProcessGeneration(self, [new.id for new in group], usage)
         for index, new in enumerate(group):
             self._router.add(new.id, generation, CompletionText(index, params, self.tokenizer), usage)
-        self._send(Submit(group))
+        self._send(message)
         return generation
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -165,7 +173,7 @@ class EngineProcess:
             generation.put(completion.end(Finished(request_id, FinishReason.ABORT)))
             dropped.append(request_id)
         if dropped and self._failure is None:
-            self._send(Abort(dropped, "disconnect"))
+            self._send(encode(Abort(dropped, "cancel")))
 
     async def close(self) -> None:
         """End the engine process; what is under way ends with an error. May be called twice."""
@@ -174,7 +182,10 @@ class EngineProcess:
         self._fail("the engine was shut down")
         process = self._process
         if process is not None and process.returncode is None:
-            self._send(Shutdown())
+            if self._listener is None:
+                process.kill()  # it is loading, and listens to nobody
+            else:
+                self._send(encode(Shutdown()))
             try:
                 await asyncio.wait_for(process.wait(), _SHUTDOWN_S)
             except TimeoutError:
@@ -185,16 +196,15 @@ class EngineProcess:
             self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(self, message: ToEngine) -> None:
-        self._socket.send(encode(message))
+    def _send(self, message: bytes) -> None:
+        self._socket.send(message)
 
     async def _receive(self) -> FromEngine | None:
         """The next message; None when the process has ended and left nothing more to read."""
-        assert self._process is not None
+        assert self._ended is not None
         receiving = asyncio.ensure_future(self._socket.recv())
-        ended = asyncio.ensure_future(self._process.wait())
         try:
-            await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiving, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=0.2)  # its last words may still be in the socket
             if not receiving.done():
@@ -203,32 +213,36 @@ class EngineProcess:
             return decode_from_engine(receiving.result())
         finally:
             receiving.cancel()
-            ended.cancel()
 
     async def _listen(self) -> None:
         """Deliver what the engine says until it ends."""
-        while True:
-            match await self._receive():
-                case StepOutput() as output:
-                    self._deliver(output)
-                case Stats() as stats:
-                    self.stats = stats
-                case Failed() as failed:
-                    self._fail(failed.message)
-                    return
-                case None:
-                    assert self._process is not None
-                    self._fail(f"the engine process ended unexpectedly (exit code {self._process.returncode})")
-                    return
-                case EngineInfo():
-                    raise AssertionError("the engine became ready twice")
+        try:
+            while (message := await self._receive()) is not None:
+                self._take(message)
+        except Exception as error:
+            log.exception("the engine's messages cannot be read")
+            self._fail(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
+        else:
+            assert self._process is not None
+            self._fail(f"the engine process ended unexpectedly (exit code {self._process.returncode})")
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case StepOutput():
+                self._deliver(message)
+            case Stats():
+                self.stats = message
+            case Failed():
+                self._fail(message.message)
+            case EngineInfo():
+                raise RuntimeError("the engine became ready twice")
 
     def _deliver(self, output: StepOutput) -> None:
         news, stopped = self._router.receive(output)
         for generation, delta in news:
             generation.put(delta)
         if stopped:
-            self._send(Abort(stopped, "stop_string"))
+            self._send(encode(Abort(stopped, "stop_string")))
 
     def _fail(self, why: str) -> None:
         """Every reader gets an error; nothing more is accepted."""
@@ -244,17 +258,21 @@ async def start_engine(config: Config) -> EngineProcess:
     path = await asyncio.to_thread(resolve_source, config.model.model)
     tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
     engine = EngineProcess(config, tokenizer)
-    await engine.start(
-        Start(
-            config=config,
-            path=str(path),
-            end_ids=[] if tokenizer is None else list(tokenizer.eos_ids),
-            vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+    try:
+        await engine.start(
+            Start(
+                config=config,
+                path=str(path),
+                end_ids=[] if tokenizer is None else list(tokenizer.eos_ids),
+                vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+            )
         )
-    )
+    except BaseException:
+        await asyncio.shield(engine.close())
+        raise
     return engine
 
 
 def _error(failed: Failed) -> RopewayError:
-    kind: type[RopewayError] = getattr(errors, failed.error)
-    return kind(failed.message)
+    kind: type[RopewayError] = getattr(errors, failed.error, EngineDead)
+    return kind(failed.message, param=failed.param)

@@ -29,6 +29,10 @@ class Submitter:
 
         Raises ``InvalidRequest`` or ``ContextLengthExceeded`` naming what was asked and the limit."""
         tokens = self._check(prompt, params)
+        try:
+            tenant = b"" if salt is None else salt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("cache_salt must be text without lone surrogates", param="cache_salt") from error
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         ids = [next(self._ids) for _ in range(params.n)]
         return [
@@ -37,7 +41,7 @@ class Submitter:
                 prompt=tokens,
                 params=params,
                 seed=(seed + index * _GOLDEN) % 2**64,
-                salt=b"" if salt is None else salt.encode(),
+                salt=tenant,
                 leader=None if index == 0 else ids[0],
                 group=params.n > 1,
             )

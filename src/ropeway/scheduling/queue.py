@@ -31,7 +31,3 @@ class WaitingQueue:
         place = bisect_left(self._line, request.order, key=_order)
         assert self._line[place] is request
         del self._line[place]
-
-    def head(self) -> Request | None:
-        """The first one whose gate is open: a gated request lets others pass, nothing else does."""
-        return next((r for r in self._line if r.gate is None or r.gate.open), None)

@@ -6,14 +6,16 @@ step's tokens in, ends what has ended, and publishes full blocks. Between the tw
 planned: nothing here depends on a token that is not known yet.
 
 When blocks run out, whoever is behind in policy order and has no row in this plan gives way and is
-recomputed later. A request preempted ``MAX_PREEMPTIONS`` times is protected: it is seated again only when
-the blocks of its whole life are there beside those of the other protected ones, and is no victim any more.
-So the first in order can always get on, preemptions are bounded, and a lone request never preempts itself.
+recomputed later. A request preempted ``MAX_PREEMPTIONS`` times is protected: once seated again it is no victim
+any more and may itself preempt any that is not. Protected requests are seated together only as far as their whole
+lives fit into the pool, so they never need each other's blocks; one that must wait for that lets others pass.
+So somebody can always get on, preemptions are bounded, and a lone request never preempts itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +26,8 @@ from ropeway.config import SchedulerConfig
 from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
 from ropeway.plan import Plan, Result, Seat
 from ropeway.request import FinishReason, Gate, Request
+from ropeway.scheduling.plan_rows import PlanRows
 from ropeway.scheduling.queue import WaitingQueue
-from ropeway.scheduling.rows import Rows
 from ropeway.scheduling.seats import Seats
 
 MAX_PREEMPTIONS = 3
@@ -53,6 +55,10 @@ class Scheduler:
         """Why requests that are gone left, while rows of theirs are in flight."""
         self._in_flight: deque[Plan] = deque()
         """Plans not settled yet."""
+        self._protected_life = 0
+        """Blocks that the seated protected requests may come to need in all."""
+        self._refused: tuple[int, int] | None = None
+        """(request, pool.releases) of the last head that did not fit: nothing has changed until a release."""
         self._order = 0
         self._seq = 0
 
@@ -80,7 +86,7 @@ class Scheduler:
         leader = request.leader
         if leader is not None and leader.finish is None and not self._has_output(leader):
             request.gate = Gate()
-            leader.followers.append(request.gate)
+            leader.followers.append(request)
         self.waiting.add(request)
 
     def abort(self, request_id: int, reason: str) -> bool:
@@ -96,7 +102,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step; None when nobody can get a row before the next settle."""
         seats = self._fill_seats()
-        rows = Rows()
+        rows = PlanRows()
         budget = self.config.max_batched_tokens
         if self.config.chunked_prefill:
             budget -= self._plan_decodes(rows, budget)
@@ -109,38 +115,54 @@ class Scheduler:
         return self._make_plan(rows, [seat for seat in seats if self.seats.request_id[seat.slot] >= 0])
 
     def _fill_seats(self) -> list[Seat]:
+        """Seat waiting requests while there are slots, budget and blocks for all that they know."""
         seated: list[Seat] = []
         if not len(self.waiting) or not self.seats.vacant:
             return seated
         demand, promised = self._demand()
         while self.seats.vacant and demand < self.config.max_batched_tokens:
-            request = self.waiting.head()
-            if request is None or request.unsettled:  # not again before its last step is settled
+            request = self._next_waiting()
+            if request is None or (request.id, self.pool.releases) == self._refused:
                 break
             hits = self._prefix_hits(request)
-            protected = request.preemptions >= MAX_PREEMPTIONS
-            life = request.limit - 1
-            horizon = life if protected else min(len(request.tokens) + 1, life)
-            need = self._blocks_for(horizon) - len(hits)
+            need = self._blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - len(hits)
             if need + promised > self.pool.available - self.pool.idle(hits):
+                self._refused = (request.id, self.pool.releases)
                 break  # nobody passes a head that does not fit
-            seated.append(self._seat(request, hits, protected))
+            seated.append(self._seat(request, hits))
             promised += need
             demand += len(request.tokens) - len(hits) * self.pool.block_size
         return seated
 
+    def _next_waiting(self) -> Request | None:
+        """The first whose turn it is. Those with a closed gate, and protected ones whose life does not fit beside
+        the protected ones seated, let others pass; one with a step in flight holds the line until it is settled."""
+        for request in self.waiting:
+            if request.gate is not None and not request.gate.open:
+                continue
+            if request.unsettled:
+                return None
+            life = self._blocks_for(request.limit - 1)
+            if self._protected(request) and self._protected_life + life > self.pool.num_blocks:
+                continue
+            return request
+        return None
+
+    @staticmethod
+    def _protected(request: Request) -> bool:
+        return request.preemptions >= MAX_PREEMPTIONS
+
     def _demand(self) -> tuple[int, int]:
-        """(tokens the seated could use in this step, blocks they still need before anyone else may)."""
+        """(tokens the seated could use in this step, blocks they still need for all that they know)."""
         seats = self.seats
         if not seats.taken:
             return 0, 0
         slots = seats.ranked
-        computed, last = seats.computed[slots], seats.last[slots]
-        wanted = np.minimum(np.maximum(computed + 1, seats.goal[slots] + 1), last)
-        horizon = np.where(seats.protected[slots], last, wanted)
-        needed = np.maximum((horizon + self.pool.block_size - 1 >> self._shift) - seats.blocks_held[slots], 0)
-        tokens = np.maximum(np.minimum(computed + 1, last) - computed, seats.goal[slots] - computed)
-        return int(tokens.sum()), int(needed.sum())
+        computed, goal, last = seats.computed[slots], seats.goal[slots], seats.last[slots]
+        horizon = np.minimum(np.maximum(computed, goal) + 1, last)
+        needed = (horizon + self.pool.block_size - 1 >> self._shift) - seats.blocks_held[slots]
+        tokens = np.maximum(np.minimum(computed + 1, last), goal) - computed
+        return int(tokens.sum()), int(np.maximum(needed, 0).sum())
 
     def _prefix_hits(self, request: Request) -> list[int]:
         """Published blocks of its prefix; at least one token is left to compute."""
@@ -148,24 +170,30 @@ class Scheduler:
         if keys is None:
             return []
         full = (len(request.tokens) - 1) // self.pool.block_size
+        leader = request.leader
+        if len(keys) == 1 and leader is not None and leader.keys is not None:  # the same prompt under the same root
+            keys += leader.keys[1 : request.prompt_tokens // self.pool.block_size + 1]
         known = len(keys) - 1
         if known < full:
             rest = request.tokens[known * self.pool.block_size :]
             keys.extend(chain(keys[-1], rest[: (full - known) * self.pool.block_size], self.pool.block_size))
         return self.pool.match(keys[1 : full + 1])
 
-    def _seat(self, request: Request, hits: list[int], protected: bool) -> Seat:
+    def _seat(self, request: Request, hits: list[int]) -> Seat:
         self.waiting.remove(request)
         self.pool.acquire(hits)
         if request.cached_tokens is None:
-            leader = request.leader
             found = len(hits) * self.pool.block_size
             # What a sibling computed for the same call was not there before the request.
-            shared = None if leader is None else leader.cached_tokens
-            request.cached_tokens = found if shared is None else min(found, shared)
+            if request.leader is not None and request.leader.cached_tokens is not None:
+                found = min(found, request.leader.cached_tokens)
+            request.cached_tokens = found
             if request.keys is not None:
                 self.prefix_queries += request.prompt_tokens
                 self.prefix_hits += found
+        protected = self._protected(request)
+        if protected:
+            self._protected_life += self._blocks_for(request.limit - 1)
         slot = self.seats.seat(request, hits, protected=protected)
         return Seat(
             slot=slot,
@@ -177,7 +205,7 @@ class Scheduler:
             blocks=np.array(hits, dtype=np.int32),
         )
 
-    def _plan_decodes(self, rows: Rows, budget: int) -> int:
+    def _plan_decodes(self, rows: PlanRows, budget: int) -> int:
         """Give every request without prompt left its next token; the longest unserved first when the budget
         is short. Returns the tokens used."""
         seats = self.seats
@@ -201,10 +229,10 @@ class Scheduler:
         if blocks:
             seats.blocks[growing, seats.blocks_held[growing]] = blocks
             seats.blocks_held[growing] += 1
-        rows.add(slots, np.ones_like(slots), grows.astype(np.int64), blocks)
+        rows.add_decodes(slots, grows, blocks)
         return len(slots)
 
-    def _plan_decodes_one_by_one(self, rows: Rows, slots: NDArray[np.int64]) -> int:
+    def _plan_decodes_one_by_one(self, rows: PlanRows, slots: NDArray[np.int64]) -> int:
         """The same when blocks are short: in policy order, so that those behind give way."""
         seats = self.seats
         used = 0
@@ -218,7 +246,7 @@ class Scheduler:
             used += 1
         return used
 
-    def _plan_chunks(self, rows: Rows, budget: int) -> int:
+    def _plan_chunks(self, rows: PlanRows, budget: int) -> int:
         """Give what is left of the budget to prompts, in policy order. Returns the tokens used.
 
         Without chunked prefill a prompt goes whole or not at all; the first one may exceed the budget."""
@@ -248,12 +276,12 @@ class Scheduler:
             used += count
         return used
 
-    def _add_row(self, rows: Rows, slot: int, count: int, new_blocks: int) -> None:
+    def _add_row(self, rows: PlanRows, slot: int, count: int, new_blocks: int) -> None:
         blocks = self.pool.take(new_blocks)
         self.seats.append_blocks(slot, blocks)
-        rows.add_one(slot, count, blocks)
+        rows.add(slot, count, blocks)
 
-    def _make_plan(self, rows: Rows, seated: list[Seat]) -> Plan:
+    def _make_plan(self, rows: PlanRows, seated: list[Seat]) -> Plan:
         seats = self.seats
         self._seq += 1
         slots, counts, block_counts = rows.columns()
@@ -286,26 +314,35 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
 
-    def _make_room(self, count: int, slot: int, rows: Rows) -> bool:
-        """Preempt until ``count`` blocks are available to the request in ``slot``."""
-        while count > self.pool.available:
-            victim = self._victim(slot, rows)
-            if victim is None:
-                return False
+    def _make_room(self, count: int, slot: int, rows: PlanRows) -> bool:
+        """Preempt until ``count`` blocks are available to the request in ``slot``. False, and nobody preempted,
+        when those that may give way hold too few."""
+        missing = count - self.pool.available
+        if missing <= 0:
+            return True
+        victims: list[int] = []
+        for victim in self._victims(slot, rows):
+            victims.append(victim)
+            missing -= int(self.seats.blocks_held[victim])
+            if missing <= 0:
+                break
+        else:
+            return False
+        for victim in victims:
             self._preempt(victim)
-        return True
+        # Blocks that others share do not become available, so it may take more of them.
+        return self._make_room(count, slot, rows)
 
-    def _victim(self, slot: int, rows: Rows) -> int | None:
-        """The last in policy order that may give way: unprotected, without a row in this plan, and behind
-        the asker, unless that one is protected."""
+    def _victims(self, slot: int, rows: PlanRows) -> Iterator[int]:
+        """Who may give way to the request in ``slot``, the last in policy order first: unprotected, without a row in
+        this plan, and behind the asker, unless that one is protected."""
         seats = self.seats
         for other in seats.ranked[::-1].tolist():
             if other == slot:
                 if not seats.protected[slot]:
-                    return None
+                    return
             elif not seats.protected[other] and other not in rows:
-                return int(other)
-        return None
+                yield other
 
     def _preempt(self, slot: int) -> None:
         request = self._leave_seat(slot)
@@ -317,6 +354,8 @@ class Scheduler:
         blocks = self.seats.held(slot)
         request = self.seats.unseat(slot)
         request.unsettled = sum(bool((plan.request == request.id).any()) for plan in self._in_flight)
+        if self._protected(request):
+            self._protected_life -= self._blocks_for(request.limit - 1)
         self.pool.release(blocks)
         return request
 
@@ -324,7 +363,8 @@ class Scheduler:
 
     def settle(self, plan: Plan, result: Result) -> StepOutput:
         """Take in what a step computed; plans are settled in their order."""
-        assert self._in_flight.popleft() is plan
+        oldest = self._in_flight.popleft()
+        assert oldest is plan, "plans are settled in their order"
         seats = self.seats
         started: list[Started] = []
         finished: list[Finished] = []
@@ -339,22 +379,22 @@ class Scheduler:
             new = new[alive[sampled]]
             slots, end, sampled = slots[alive], end[alive], sampled[alive]
         if len(new) != len(slots):
-            self._publish(slots[~sampled], end[~sampled])
+            for slot, position in zip(slots[~sampled].tolist(), end[~sampled].tolist(), strict=True):
+                self._publish(self._seated(slot), position)
             slots, end = slots[sampled], end[sampled]
         seats.tokens[slots, end] = new
         watched = end >= seats.watch[slots]
         seats.length[slots] = end + 1
         ended = (seats.end_ids[slots] == new[:, None]).any(axis=1)
         for i in np.flatnonzero(watched | ended).tolist():
-            slot = slots[i]
-            request = self._seated(slot)
-            self._publish_one(slot, request, int(end[i]))
-            if end[i] == request.prompt_tokens:
+            request, position = self._seated(slots[i]), int(end[i])
+            self._publish(request, position)
+            if position == request.prompt_tokens:
                 started.append(self._start(request))
-            if ended[i] or end[i] >= seats.last[slot]:
+            if ended[i] or position + 1 >= request.limit:
                 finished.append(self._finish(request, int(new[i])))
             else:
-                seats.set_watch(slot)
+                seats.watch[request.slot] = self._next_event(request, position + 1)
         return StepOutput(ids=ids, tokens=tokens, finished=finished, started=started, logprobs=logprobs)
 
     def _settle_departed(
@@ -385,26 +425,33 @@ class Scheduler:
                     finished.append(self._finish(request, int(token)))
         return emitted
 
-    def _publish(self, slots: NDArray[np.int32], end: NDArray[np.int32]) -> None:
-        """Make the blocks findable that chunks have filled."""
-        for slot, position in zip(slots.tolist(), end.tolist(), strict=True):
-            self._publish_one(slot, self._seated(slot), position)
-            self.seats.set_watch(slot)
-
-    def _publish_one(self, slot: int, request: Request, end: int) -> None:
-        """Make the blocks findable that positions below ``end`` have filled."""
-        seats, keys, size = self.seats, request.keys, self.pool.block_size
+    def _publish(self, request: Request, end: int) -> None:
+        """Make the blocks of a seated request findable that positions below ``end`` have filled."""
+        keys, size, slot = request.keys, self.pool.block_size, request.slot
         if keys is None:
             return
-        for block in range(int(seats.published[slot]), end >> self._shift):
+        for block in range(request.published, end >> self._shift):
             if len(keys) == block + 1:
-                keys.append(block_key(keys[block], seats.tokens[slot, block * size : (block + 1) * size].tobytes()))
-            self.pool.publish(int(seats.blocks[slot, block]), keys[block + 1])
-            seats.published[slot] = block + 1
+                tokens = self.seats.tokens[slot, block * size : (block + 1) * size]
+                keys.append(block_key(keys[block], tokens.tobytes()))
+            self.pool.publish(int(self.seats.blocks[slot, block]), keys[block + 1])
+            request.published = block + 1
+
+    def _next_event(self, request: Request, end: int) -> int:
+        """The first position from ``end`` on whose settling is an event: the first output token, a full block, the
+        length limit."""
+        event = request.limit - 1
+        if request.prompt_tokens >= end:
+            event = min(event, request.prompt_tokens)
+        if request.keys is not None:
+            event = min(event, (request.published + 1) * self.pool.block_size)
+        return event
 
     def _start(self, request: Request) -> Started:
         """Its first token is there, so its prompt is in the cache."""
-        self._open_followers(request)
+        for follower in request.followers:
+            self._open_gate(follower)
+        request.followers.clear()
         return Started(request.id, request.cached_tokens or 0)
 
     def _finish(self, request: Request, token: int) -> Finished:
@@ -420,7 +467,7 @@ class Scheduler:
             self._leave_seat(request.slot)
         else:
             self.waiting.remove(request)
-        self._open_followers(request)
+        self._hand_over(request)
         self._left_for[request.id] = left_for
         self._forget_when_settled(request)
 
@@ -428,11 +475,22 @@ class Scheduler:
         if not request.unsettled:
             del self._requests[request.id], self._left_for[request.id]
 
+    def _hand_over(self, leader: Request) -> None:
+        """A leader that ends before its first token: one of its siblings goes ahead instead."""
+        followers = [follower for follower in leader.followers if follower.finish is None]
+        leader.followers.clear()
+        if followers:
+            heir, *others = followers
+            heir.leader = leader.leader
+            self._open_gate(heir)
+            for other in others:
+                other.leader = heir
+            heir.followers = others
+
     @staticmethod
-    def _open_followers(request: Request) -> None:
-        for gate in request.followers:
-            gate.open = True
-        request.followers.clear()
+    def _open_gate(request: Request) -> None:
+        assert request.gate is not None
+        request.gate.open = True
 
     def _seated(self, slot: int) -> Request:
         request = self.seats.requests[slot]
@@ -456,9 +514,12 @@ class Scheduler:
             request = self._seated(slot)
             assert request.slot == slot
             assert request.preemptions <= MAX_PREEMPTIONS
+            assert seats.protected[slot] == self._protected(request)
             assert self._requests[request.id] is request
             assert seats.blocks_held[slot] == self._blocks_for(int(seats.computed[slot]))
             assert seats.length[slot] <= seats.limit[slot]
+        lives = [self._blocks_for(int(seats.last[slot])) for slot in seated if seats.protected[slot]]
+        assert sum(lives) == self._protected_life <= self.pool.num_blocks
         for request in self.waiting:
             assert request.slot < 0
             assert self._requests[request.id] is request

@@ -8,17 +8,18 @@ from numpy.typing import NDArray
 from ropeway.request import Request
 
 Slots = NDArray[np.int64]
-_NEVER = np.iinfo(np.int64).max
 
 
 class Seats:
     """Counters of the seated requests. Positions of a sequence, and what is known of them:
 
-        0 ........ prompt ........ computed ......... length ......... limit
-        [ KV submitted            )[ known to the host )
-                                    ^ a decode has computed >= goal: its next input id is on the device
+        0 ........ prompt ........ goal ........ length ........ limit
+        [ known when seated       )
+        [ known to the host now                 )
+        [ keys and values planned ... computed )
 
-    ``computed`` rises when a step is planned, ``length`` when it is settled.
+    ``computed`` rises when a step is planned, ``length`` when it is settled, so ``computed`` may run ahead of
+    ``length``: from ``goal`` on, the next input id need only be on the device.
     """
 
     def __init__(self, slots: int, max_len: int, block_size: int) -> None:
@@ -38,10 +39,8 @@ class Seats:
         """limit - 1: positions below it are computed; the last token's keys and values are never needed."""
         self.prompt = column()
         self.blocks_held = column()
-        self.published = column()
-        """Leading blocks already published (or past all, when nothing is to be)."""
         self.watch = column()
-        """Next end position that brings an event: the first output token, a block to publish, the limit."""
+        """First position whose settling brings an event: the first output token, a full block, the limit."""
         self.served = column()
         """Number of the last plan with a row of it."""
         self.protected = np.zeros(slots, dtype=np.bool_)
@@ -86,12 +85,13 @@ class Seats:
         self.last[slot] = request.limit - 1
         self.prompt[slot] = request.prompt_tokens
         self.blocks_held[slot] = len(blocks)
-        self.published[slot] = _NEVER if request.keys is None else len(blocks)
+        request.published = len(blocks)
         self.protected[slot] = protected
         self.tokens[slot, :length] = request.tokens
         self.blocks[slot, : len(blocks)] = blocks
         self._set_end_ids(slot, request.end_ids)
-        self.set_watch(slot)
+        self.watch[slot] = 0  # its first sampled token is an event, whatever it is
+        self.served[slot] = 0
         self.prefilling += 1
         self._ranked = None
         return slot
@@ -109,15 +109,6 @@ class Seats:
         self._free.append(slot)
         self._ranked = None
         return request
-
-    def set_watch(self, slot: int) -> None:
-        """Look again at what is known and published, and set ``watch``."""
-        watch = self.last[slot]
-        if self.length[slot] <= self.prompt[slot]:
-            watch = min(watch, self.prompt[slot])
-        if self.published[slot] != _NEVER:
-            watch = min(watch, (self.published[slot] + 1) * self._block_size)
-        self.watch[slot] = watch
 
     def held(self, slot: int) -> list[int]:
         """Block table of a slot."""
