@@ -197,7 +197,7 @@ def run(name: str, workload: Workload) -> None:
     seen["workloads"] += 1
     seen["requests"] += len(workload.arrivals)
     seen["preemptions"] += scheduler.preemptions
-    seen["prefix hits"] += scheduler.prefix_hits
+    seen["prefix hits"] += scheduler.prefixes.hits
     seen["aborts"] += len(aborted)
     seen["wasted rows"] += sum(scheduler.wasted_rows.values())
 

@@ -170,7 +170,7 @@ def run(workload: Workload) -> None:
     check_outputs(requests, client, aborted, max_len)
     seen["workloads"] += 1
     seen["preemptions"] += scheduler.preemptions
-    seen["prefix hits"] += scheduler.prefix_hits
+    seen["prefix hits"] += scheduler.prefixes.hits
     seen["aborts"] += len(aborted)
     seen["cut prompts"] += device.cut_rows
     seen["wasted rows"] += sum(scheduler.wasted_rows.values())

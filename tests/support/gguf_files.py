@@ -17,6 +17,9 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType
 
+from ropeway.errors import RopewayError
+from ropeway.loading.sources import resolve
+
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -30,21 +33,23 @@ CHATML_END = 2
 Extra = Callable[[gguf.GGUFWriter], None]
 
 
-def real_model(variable: str, pattern: str) -> Path:
-    """A downloaded model's file: named by an environment variable, or found in the model cache folder."""
-    if named := os.environ.get(variable):
-        return Path(named)
-    for found in sorted(CACHE.rglob(pattern)):
-        return found
-    pytest.skip(f"no {pattern} in {CACHE}; name a file in {variable}")
-
-
 def smollm2() -> Path:
-    return real_model("ROPEWAY_TEST_SMOLLM2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    """The embedded model, fetched when it is not there yet."""
+    if named := os.environ.get("ROPEWAY_TEST_SMOLLM2"):
+        return Path(named)
+    try:
+        return resolve("smollm2-135m")
+    except RopewayError as error:
+        pytest.skip(f"smollm2-135m cannot be fetched: {error.message}")
 
 
 def qwen_coder() -> Path:
-    return real_model("ROPEWAY_TEST_QWEN_CODER", "qwen2.5-coder-0.5b*.gguf")
+    """Optional, since it is large and its packaging states no licence: only where somebody has pulled it."""
+    if named := os.environ.get("ROPEWAY_TEST_QWEN_CODER"):
+        return Path(named)
+    for found in sorted(CACHE.rglob("qwen2.5-coder-0.5b*.gguf")):
+        return found
+    pytest.skip(f"no qwen2.5-coder-0.5b*.gguf in {CACHE}; ropeway pull qwen2.5-coder-0.5b, or ROPEWAY_TEST_QWEN_CODER")
 
 
 def write_gguf(

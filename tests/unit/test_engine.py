@@ -196,7 +196,7 @@ def test_only_what_was_cached_before_a_group_counts_as_a_hit(prefix_cache: bool,
             for i in group
         )
         bench.run(ahead=1)
-        found.append(bench.scheduler.prefix_hits)
+        found.append(bench.scheduler.prefixes.hits)
     assert found == hits
     for i in range(1, 7):
         assert bench.tokens(i) == alone(prompt.tolist(), params, i, (), 15)
@@ -261,7 +261,7 @@ def test_three_hundred_prompts_of_one_block_never_hit_each_other() -> None:
     prompts = {i: [i % 60 + 1, i // 60 + 1, 5, 6, 7] for i in range(300)}
     news = {i: bench.submit(i, prompt) for i, prompt in prompts.items()}
     bench.run(ahead=1)
-    assert bench.scheduler.prefix_hits == 0
+    assert bench.scheduler.prefixes.hits == 0
     for i, prompt in prompts.items():
         assert bench.tokens(i) == alone(prompt, news[i].params, i, (), 9)
 
@@ -277,7 +277,7 @@ def test_a_prefix_evicted_while_its_request_waits_is_computed_again() -> None:
         bench.submit(request_id, [request_id] * 20, max_tokens=20)
     new = bench.submit(8, prompt)
     bench.run(ahead=1)
-    assert bench.scheduler.prefix_hits == 0
+    assert bench.scheduler.prefixes.hits == 0
     assert bench.tokens(8) == alone(prompt, new.params, 8, (), 17)
 
 
@@ -294,4 +294,4 @@ def test_a_request_that_starts_while_another_of_its_prefix_ends_never_reads_what
         for new in (first, second):
             assert bench.tokens(new.id) == alone(new.prompt.tolist(), new.params, new.seed, (), 37)
         bench.said.clear()
-    assert bench.scheduler.prefix_hits > 200 * 32
+    assert bench.scheduler.prefixes.hits > 200 * 32

@@ -97,8 +97,8 @@ class Engine:
             blocks_free=pool.free,
             steps=self.steps,
             preemptions=scheduler.preemptions,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_queries=scheduler.prefixes.queries,
+            prefix_hits=scheduler.prefixes.hits,
             wasted_rows=dict(scheduler.wasted_rows),
         )
 

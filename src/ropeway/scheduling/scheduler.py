@@ -20,13 +20,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ropeway.cache.keys import block_key, chain
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
 from ropeway.plan import Plan, Result, Seat
 from ropeway.request import FinishReason, Gate, Request
 from ropeway.scheduling.plan_rows import PlanRows
+from ropeway.scheduling.prefixes import PrefixCache
 from ropeway.scheduling.queue import WaitingQueue
 from ropeway.scheduling.seats import Seats
 
@@ -41,11 +41,8 @@ class Scheduler:
         self.pool = pool
         self.seats = Seats(config.max_num_seqs, max_model_len, pool.block_size)
         self.waiting = WaitingQueue()
+        self.prefixes = PrefixCache(pool)
         self.preemptions = 0
-        self.prefix_queries = 0
-        """Prompt tokens looked up in the prefix cache, once per request."""
-        self.prefix_hits = 0
-        """Prompt tokens found there."""
         self.wasted_rows: Counter[str] = Counter()
         """Rows computed in vain, by reason."""
         self._shift = pool.block_size.bit_length() - 1
@@ -124,7 +121,7 @@ class Scheduler:
             request = self._next_waiting()
             if request is None or (request.id, self.pool.releases) == self._refused:
                 break
-            hits = self._prefix_hits(request)
+            hits = self.prefixes.find(request)
             need = self._blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - len(hits)
             if need + promised > self.pool.available - self.pool.idle(hits):
                 self._refused = (request.id, self.pool.releases)
@@ -164,33 +161,10 @@ class Scheduler:
         tokens = np.maximum(np.minimum(computed + 1, last), goal) - computed
         return int(tokens.sum()), int(np.maximum(needed, 0).sum())
 
-    def _prefix_hits(self, request: Request) -> list[int]:
-        """Published blocks of its prefix; at least one token is left to compute."""
-        keys = request.keys
-        if keys is None:
-            return []
-        full = (len(request.tokens) - 1) // self.pool.block_size
-        leader = request.leader
-        if len(keys) == 1 and leader is not None and leader.keys is not None:  # the same prompt under the same root
-            keys += leader.keys[1 : request.prompt_tokens // self.pool.block_size + 1]
-        known = len(keys) - 1
-        if known < full:
-            rest = request.tokens[known * self.pool.block_size :]
-            keys.extend(chain(keys[-1], rest[: (full - known) * self.pool.block_size], self.pool.block_size))
-        return self.pool.match(keys[1 : full + 1])
-
     def _seat(self, request: Request, hits: list[int]) -> Seat:
         self.waiting.remove(request)
         self.pool.acquire(hits)
-        if request.cached_tokens is None:
-            found = len(hits) * self.pool.block_size
-            # What a sibling computed for the same call was not there before the request.
-            if request.leader is not None and request.leader.cached_tokens is not None:
-                found = min(found, request.leader.cached_tokens)
-            request.cached_tokens = found
-            if request.keys is not None:
-                self.prefix_queries += request.prompt_tokens
-                self.prefix_hits += found
+        self.prefixes.count(request, hits)
         protected = self._protected(request)
         if protected:
             self._protected_life += self._blocks_for(request.limit - 1)
@@ -380,7 +354,7 @@ class Scheduler:
             slots, end, sampled = slots[alive], end[alive], sampled[alive]
         if len(new) != len(slots):
             for slot, position in zip(slots[~sampled].tolist(), end[~sampled].tolist(), strict=True):
-                self._publish(self._seated(slot), position)
+                self.prefixes.publish(self._seated(slot), seats, position)
             slots, end = slots[sampled], end[sampled]
         seats.tokens[slots, end] = new
         watched = end >= seats.watch[slots]
@@ -388,7 +362,7 @@ class Scheduler:
         ended = (seats.end_ids[slots] == new[:, None]).any(axis=1)
         for i in np.flatnonzero(watched | ended).tolist():
             request, position = self._seated(slots[i]), int(end[i])
-            self._publish(request, position)
+            self.prefixes.publish(request, seats, position)
             if position == request.prompt_tokens:
                 started.append(self._start(request))
             if ended[i] or position + 1 >= request.limit:
@@ -424,18 +398,6 @@ class Scheduler:
                 if token in request.end_ids or len(request.tokens) >= request.limit:
                     finished.append(self._finish(request, int(token)))
         return emitted
-
-    def _publish(self, request: Request, end: int) -> None:
-        """Make the blocks of a seated request findable that positions below ``end`` have filled."""
-        keys, size, slot = request.keys, self.pool.block_size, request.slot
-        if keys is None:
-            return
-        for block in range(request.published, end >> self._shift):
-            if len(keys) == block + 1:
-                tokens = self.seats.tokens[slot, block * size : (block + 1) * size]
-                keys.append(block_key(keys[block], tokens.tobytes()))
-            self.pool.publish(int(self.seats.blocks[slot, block]), keys[block + 1])
-            request.published = block + 1
 
     def _next_event(self, request: Request, end: int) -> int:
         """The first position from ``end`` on whose settling is an event: the first output token, a full block, the
