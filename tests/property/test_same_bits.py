@@ -34,7 +34,7 @@ from tests.support.tiny_models import tiny_checkpoint
 MAX_LEN = 64
 END = 2
 MODELS = {"llama": "fp32", "qwen2-sliding": "bf16", "qwen3": "bf16"}
-WORKLOADS = 80
+WORKLOADS = 150
 """Per model."""
 seen: Counter[str] = Counter()
 

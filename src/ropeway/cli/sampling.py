@@ -12,11 +12,15 @@ from ropeway.request import SamplingParams
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", help="0 is greedy; default: what the model recommends, else 1.", show_default=False),
+    typer.Option("--temperature", help="0 is greedy; default: what the model recommends, else 0.7.", show_default=False),
 ]
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Same seed, same answer; default: a random one.", show_default=False)
 ]
+
+TEMPERATURE = 0.7
+"""For a person at a terminal, where neither they nor the model say otherwise; the API's default of 1 makes small
+models ramble."""
 
 
 def sampling_params(config: Config, **given: Any) -> SamplingParams:
@@ -27,4 +31,4 @@ def sampling_params(config: Config, **given: Any) -> SamplingParams:
 
     defaults = read_defaults(resolve(config.model.model))
     fields = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
-    return SamplingParams(**{**defaults, **fields})
+    return SamplingParams(**{"temperature": TEMPERATURE, **defaults, **fields})
