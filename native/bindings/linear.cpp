@@ -19,8 +19,9 @@ Layout parse_layout(const std::string& name) {
 }
 
 // A shape first; memory for it is allocated in Python and set by `place`.
-PackedMatrix* describe(const std::string& layout, std::int64_t n, std::int64_t k, int group, bool half_scales) {
-  return new PackedMatrix{parse_layout(layout), n, k, group, half_scales, nullptr, nullptr, nullptr};
+PackedMatrix* describe(const std::string& layout, std::int64_t n, std::int64_t k, int group, bool half_scales,
+                       int activation_digits) {
+  return new PackedMatrix{parse_layout(layout), n, k, group, half_scales, activation_digits, nullptr, nullptr, nullptr};
 }
 
 void place(PackedMatrix& matrix, Address data, Address scales, Address minimums) {
@@ -57,7 +58,8 @@ std::uint64_t bind_read_memory(Context& context, Address memory, std::size_t byt
 
 void bind_linear(nb::module_& module) {
   nb::class_<PackedMatrix>(module, "PackedMatrix", "A matrix packed for `linear` and `gather`; owns no memory.")
-      .def(nb::new_(&describe), nb::arg("layout"), nb::arg("n"), nb::arg("k"), nb::arg("group"), nb::arg("half_scales"))
+      .def(nb::new_(&describe), nb::arg("layout"), nb::arg("n"), nb::arg("k"), nb::arg("group"), nb::arg("half_scales"),
+           nb::arg("activation_digits"))
       .def_prop_ro("data_bytes", &data_bytes)
       .def_prop_ro("scale_bytes", &scale_bytes)
       .def("place", &place, nb::arg("data"), nb::arg("scales"), nb::arg("minimums"));

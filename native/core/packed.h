@@ -31,8 +31,9 @@ constexpr int panel_width(Layout layout) {
 struct PackedMatrix {
   Layout layout;
   std::int64_t n, k;
-  int group;         // 16 or 32; int4: 32
-  bool half_scales;  // scales and minimums are float16, else float32
+  int group;              // 16 or 32; int4: 32
+  bool half_scales;       // scales and minimums are float16, else float32
+  int activation_digits;  // 1 or 2: base-256 digits of the codes that inputs of int8 and int4 are quantised to
   const void* data;
   const void* scales;
   const void* minimums;  // nullptr: none

@@ -6,7 +6,7 @@
 //
 //   fp32, fp16   [k][rows of the group]
 //   bf16         [ceil(k / 2)][rows of the group][2]
-//   int8, int4   a record per group of weights: codes [group / 4][rows][4], corrections, scales and sums [rows]
+//   int8, int4   a record per group of weights: codes [passes][group / 4][rows][4], corrections, scales, sums [rows]
 //
 // A row takes the same space in every group, so a group's inputs begin at its first row times that.
 #pragma once
@@ -85,41 +85,48 @@ inline Inputs<Bf16Input> prepare_bf16(Context& context, const float* x, const Ro
 }
 
 // Where a record of `kGroup` features of `rows` rows holds what; bytes.
-template <int kGroup>
+template <int kGroup, int kDigits>
 struct CodeRecord {
-  static constexpr std::int64_t codes_size = kGroup * sizeof(CodeInput);
+  static constexpr std::int64_t codes_size = kPasses<kDigits> * kGroup * sizeof(CodeInput);
   static constexpr std::int64_t size = codes_size + 12;
 
-  static constexpr std::int64_t code(int rows, int quad, int row) {
-    return (quad * rows + row) * 4 * static_cast<std::int64_t>(sizeof(CodeInput));
+  static constexpr std::int64_t code(int rows, int pass, int quad, int row) {
+    return ((pass * (kGroup / 4) + quad) * rows + row) * 4 * static_cast<std::int64_t>(sizeof(CodeInput));
   }
   static constexpr std::int64_t correction(int rows, int row) { return rows * codes_size + row * 4; }
   static constexpr std::int64_t scale(int rows, int row) { return rows * (codes_size + 4) + row * 4; }
   static constexpr std::int64_t sum(int rows, int row) { return rows * (codes_size + 8) + row * 4; }
 };
 
-// Sixteen or thirty-two features quantised to int8 with one scale: value = scale * code, scale = max |value| / 127,
+// The largest code: 127 * 256^(digits - 1), so that every digit fits in int8.
+template <int kDigits>
+inline constexpr float kMaxCode = kDigits == 1 ? 127.0F : 32512.0F;
+
+// Sixteen or thirty-two features quantised with one scale: value = scale * code, scale = max |value| / largest code,
 // code = value / scale rounded to the nearest, ties to even.
+template <int kDigits>
 struct QuantizedGroup {
-  CodeInput codes[32];
+  CodeInput codes[kPasses<kDigits>][kStoredCodes];
   std::int32_t code_sums[2];  // of each half
   float scale;
 };
 
-inline QuantizedGroup quantize(const float* x, bool whole) {
+template <int kDigits>
+inline QuantizedGroup<kDigits> quantize(const float* x, bool whole) {
   const f32x16 halves[2] = {load_f32(x), whole ? load_f32(x + 16) : zero_f32()};
   // Found in the bits, so that a NaN gives a NaN scale, which poisons the row's results as it should.
   const std::int32_t most_bits = reduce_max(max(abs_bits(halves[0]), abs_bits(halves[1])));
   float most;
   std::memcpy(&most, &most_bits, sizeof most);
-  QuantizedGroup group;
-  group.scale = most / 127.0F;
-  const f32x16 inverse = set_f32(group.scale > 0.0F ? 1.0F / group.scale : 0.0F);
+  QuantizedGroup<kDigits> group;
+  group.scale = most / kMaxCode<kDigits>;
+  constexpr float largest = 0x1.fffffeP+127F;  // in place of an infinite inverse, so that zeros stay zeros
+  const float inverse = 1.0F / group.scale < largest ? 1.0F / group.scale : largest;
   for (int half = 0; half < 2; ++half) {
-    // The bounds matter only for scales so small that their inverse overflows.
-    const f32x16 scaled = mul(halves[half], inverse);
-    const i32x16 codes = to_i32(min(max(scaled, set_f32(-127.0F)), set_f32(127.0F)));
-    store_codes(group.codes + 16 * half, codes);
+    const f32x16 scaled = mul(halves[half], set_f32(inverse));
+    // The bounds matter only to what is not finite.
+    const i32x16 codes = to_i32(min(max(scaled, set_f32(-kMaxCode<kDigits>)), set_f32(kMaxCode<kDigits>)));
+    store_codes<kDigits>(group.codes[0] + 16 * half, codes);
     group.code_sums[half] = reduce_add(codes);
   }
   return group;
@@ -127,10 +134,10 @@ inline QuantizedGroup quantize(const float* x, bool whole) {
 
 // Quantised per row and group of 32 features (what is left of k at the end may be 16). A record's correction is
 // `-offset` times the sum of its codes, its sum is scale times that of its codes.
-template <int kGroup>
+template <int kGroup, int kDigits>
 inline Inputs<std::byte> prepare_codes(Context& context, const float* x, const RowGroups& groups, std::int64_t k,
                                        std::int32_t offset) {
-  using Record = CodeRecord<kGroup>;
+  using Record = CodeRecord<kGroup, kDigits>;
   const std::int64_t row_size = k / kGroup * Record::size;
   std::byte* const out = context.scratch(static_cast<std::size_t>(groups.rows * row_size));
   for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
@@ -138,12 +145,14 @@ inline Inputs<std::byte> prepare_codes(Context& context, const float* x, const R
       std::byte* record = out + first * row_size;
       for (std::int64_t i = 0; i < k; i += 32) {
         const bool whole = i + 32 <= k;
-        QuantizedGroup group = quantize(x + (first + r) * k + i, whole);
+        QuantizedGroup<kDigits> group = quantize<kDigits>(x + (first + r) * k + i, whole);
         if (kGroup == 32) group.code_sums[0] += group.code_sums[1];
         for (int part = 0; part < (whole ? 32 : 16) / kGroup; ++part, record += count * Record::size) {
-          for (int quad = 0; quad < kGroup / 4; ++quad) {
-            std::memcpy(record + Record::code(count, quad, r), group.codes + part * kGroup + quad * 4,
-                        4 * sizeof(CodeInput));
+          for (int pass = 0; pass < kPasses<kDigits>; ++pass) {
+            const CodeInput* const codes = group.codes[pass] + part * kGroup;
+            for (int quad = 0; quad < kGroup / 4; ++quad) {
+              std::memcpy(record + Record::code(count, pass, quad, r), codes + quad * 4, 4 * sizeof(CodeInput));
+            }
           }
           const std::int32_t correction = -offset * group.code_sums[part];
           const float sum = group.scale * static_cast<float>(group.code_sums[part]);

@@ -5,6 +5,10 @@
 //   Bf16Pair, dot_bf16        two k of sixteen outputs, times two k of a row
 //   CodeInput, store_codes    quantised activations, as the step wants them
 //   CodeSum, Codes, dot_codes four k of sixteen outputs, times four k of a row; exact
+//   kPasses, next_digit       how activation codes of several digits are multiplied
+//
+// An activation code of two digits is 256 * high + low, both in int8. Where CodeInput holds one digit, a group's
+// weights are multiplied with the high digits first, then, after `next_digit`, with the low ones.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +17,9 @@
 #include "kernels/simd.h"
 
 namespace ropeway::ROPEWAY_ISA {
+
+// `store_codes` leaves room for so many codes of the first pass before those of the second.
+inline constexpr int kStoredCodes = 32;
 
 #if defined(ROPEWAY_ISA_AVX512)
 
@@ -53,9 +60,27 @@ inline CodeSum dot_codes(CodeSum sum, Codes w, const CodeInput* x) {
 
 inline CodeSum set_sum(std::int32_t x) { return set_i32(x); }
 
-// `codes` holds 16 integers in [-127, 127].
+template <int kDigits>
+inline constexpr int kPasses = kDigits;
+
+// 256 * sum + start.
+inline CodeSum next_digit(CodeSum sum, std::int32_t start) {
+  return {_mm512_add_epi32(_mm512_slli_epi32(sum.v, 8), _mm512_set1_epi32(start))};
+}
+
+inline void store_low_bytes(CodeInput* out, __m512i codes) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(codes));
+}
+
+// The low digit is the low byte, taken as signed; adding 128 carries what that takes away into the high one.
+template <int kDigits>
 inline void store_codes(CodeInput* out, i32x16 codes) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(codes.v));
+  if constexpr (kDigits == 1) {
+    store_low_bytes(out, codes.v);
+  } else {
+    store_low_bytes(out, _mm512_srai_epi32(_mm512_add_epi32(codes.v, _mm512_set1_epi32(128)), 8));
+    store_low_bytes(out + kStoredCodes, codes.v);
+  }
 }
 
 #else
@@ -94,8 +119,9 @@ inline Bf16Pair load_pair(const std::uint16_t* w) {
           as_f32(_mm256_and_si256(lo, upper), _mm256_and_si256(hi, upper))};
 }
 
-// Products of 16-bit integers, summed in pairs: those of bytes (vpmaddubsw) would saturate. A quad of activations is
-// stored in the order 0, 2, 1, 3, because even and odd bytes of the weights are split by a mask and a shift.
+// Products of 16-bit integers, summed in pairs: those of bytes (vpmaddubsw) would saturate. So an input holds both
+// digits, and sums of a group stay below 2^29 (32 * 255 * 32512). A quad of activations is stored in the order 0, 2, 1,
+// 3, because even and odd bytes of the weights are split by a mask and a shift.
 using CodeInput = std::int16_t;
 using CodeSum = i32x16;
 
@@ -131,6 +157,10 @@ inline CodeSum dot_codes(CodeSum sum, Codes w, const CodeInput* x) {
 
 inline CodeSum set_sum(std::int32_t x) { return set_i32(x); }
 
+template <int kDigits>
+inline constexpr int kPasses = 1;
+
+template <int kDigits>
 inline void store_codes(CodeInput* out, i32x16 codes) {
   std::int32_t lanes[16];
   std::memcpy(lanes, &codes, sizeof lanes);
@@ -159,9 +189,13 @@ inline Bf16Pair load_pair(const std::uint16_t* w) {
   return pair;
 }
 
-// Integer products in float32: sums of a group stay below 2^24 (32 * 255 * 127), so every step is exact.
+// Integer products in float32: a group's sum over one digit stays below 2^24 (32 * 255 * 128), so every step is exact.
+// So is `high`, a multiple of 128 below 2^29 or of 8 below 2^25 (8-bit and 4-bit weights, their correction included).
 using CodeInput = float;
-using CodeSum = f32x16;
+
+struct CodeSum {
+  f32x16 low, high;
+};
 
 struct Codes {
   i32x16 quads;
@@ -184,18 +218,38 @@ inline Codes high_halves(Codes w) {
 inline CodeSum dot_codes(CodeSum sum, Codes w, const CodeInput* x) {
   for (int i = 0; i < 4; ++i) {
     const i32x4 quad = w.quads.v[i];
-    sum.v[i] += __builtin_convertvector(quad & 255, f32x4) * x[0];
-    sum.v[i] += __builtin_convertvector(quad >> 8 & 255, f32x4) * x[1];
-    sum.v[i] += __builtin_convertvector(quad >> 16 & 255, f32x4) * x[2];
-    sum.v[i] += __builtin_convertvector(quad >> 24 & 255, f32x4) * x[3];
+    sum.low.v[i] += __builtin_convertvector(quad & 255, f32x4) * x[0];
+    sum.low.v[i] += __builtin_convertvector(quad >> 8 & 255, f32x4) * x[1];
+    sum.low.v[i] += __builtin_convertvector(quad >> 16 & 255, f32x4) * x[2];
+    sum.low.v[i] += __builtin_convertvector(quad >> 24 & 255, f32x4) * x[3];
   }
   return sum;
 }
 
-inline CodeSum set_sum(std::int32_t x) { return set_f32(static_cast<float>(x)); }
-inline f32x16 to_f32(f32x16 a) { return a; }
+inline CodeSum set_sum(std::int32_t x) { return {set_f32(static_cast<float>(x)), zero_f32()}; }
+inline f32x16 to_f32(CodeSum sum) { return add(sum.high, sum.low); }
 
-inline void store_codes(CodeInput* out, i32x16 codes) { store_f32(out, to_f32(codes)); }
+template <int kDigits>
+inline constexpr int kPasses = kDigits;
+
+inline CodeSum next_digit(CodeSum sum, std::int32_t start) {
+  return {zero_f32(), add(mul(sum.low, set_f32(256.0F)), set_f32(static_cast<float>(start)))};
+}
+
+template <int kDigits>
+inline void store_codes(CodeInput* out, i32x16 codes) {
+  if constexpr (kDigits == 1) {
+    store_f32(out, to_f32(codes));
+  } else {
+    i32x16 high;
+    for (int i = 0; i < 4; ++i) {
+      high.v[i] = (codes.v[i] + 128) >> 8;
+      codes.v[i] -= high.v[i] << 8;
+    }
+    store_f32(out, to_f32(high));
+    store_f32(out + kStoredCodes, to_f32(codes));
+  }
+}
 
 #endif
 #endif

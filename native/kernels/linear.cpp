@@ -131,16 +131,17 @@ inline f32x16 load_scales(const std::uint16_t* p) { return load_f16(p); }
 
 // int8 and int4: exact integer sums inside a group, then sum = fma(integer, weight scale * input scale, sum).
 //
-// Codes are stored unsigned, `code + kOffset`: the integer starts at -kOffset times the sum of the input's codes.
-template <int kBits, int kGroup, class Scale, bool kMinimums>
+// Codes are stored unsigned, `code + kOffset`: the last pass over a group starts at -kOffset times the sum of the
+// input's codes.
+template <int kBits, int kGroup, class Scale, bool kMinimums, int kDigits>
 struct GroupedFormat {
   static constexpr int kVectors = kGroupedPanel / 16;
   static constexpr int kMaxRows = kVectorRegisters == 32 ? 12 : kVectorRegisters == 8 ? 4 : 1;
-  static constexpr std::int64_t kBlock = kBits == 8 ? 8192 : 16384;
+  static constexpr std::int64_t kBlock = (kBits == 8 ? 8192 : 16384) / kDigits;
   static constexpr int kOffset = kBits == 8 ? 128 : kMinimums ? 0 : 8;
   static constexpr int kGroupBytes = kGroup * kGroupedPanel * kBits / 8;
 
-  using Record = CodeRecord<kGroup>;
+  using Record = CodeRecord<kGroup, kDigits>;
 
   const std::uint8_t* codes;
   const Scale* scales;
@@ -153,7 +154,7 @@ struct GroupedFormat {
         scales(static_cast<const Scale*>(weight.scales)),
         minimums(static_cast<const Scale*>(weight.minimums)),
         groups(weight.k / kGroup),
-        x(prepare_codes<kGroup>(context, args.x, row_groups, weight.k, kOffset)) {}
+        x(prepare_codes<kGroup, kDigits>(context, args.x, row_groups, weight.k, kOffset)) {}
 
   std::int64_t panel_bytes() const {
     constexpr std::int64_t scale_bytes = sizeof(Scale) * kGroupedPanel * (kMinimums ? 2 : 1);
@@ -168,18 +169,16 @@ struct GroupedFormat {
     for (std::int64_t g = first + k0 / kGroup; g < first + k1 / kGroup; ++g, in += R * Record::size) {
       const std::uint8_t* const w = codes + g * kGroupBytes;
       CodeSum integers[R];
-      for (int r = 0; r < R; ++r) integers[r] = set_sum(read<std::int32_t>(in + Record::correction(R, r)));
-#pragma GCC unroll 8
-      for (int block = 0; block < kGroupBytes / 64; ++block) {
-        const Codes stored = load_codes(w + block * 64);
-        prefetch(w + block * 64);
-        if constexpr (kBits == 8) {
-          for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], stored, quad(in, R, block, r));
-        } else {
-          const Codes low = low_halves(stored), high = high_halves(stored);
-          for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], low, quad(in, R, block, r));
-          for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], high, quad(in, R, block + 4, r));
+      if constexpr (kPasses<kDigits> == 1) {
+        for (int r = 0; r < R; ++r) integers[r] = set_sum(read<std::int32_t>(in + Record::correction(R, r)));
+        add_products<0>(integers, w, in);
+      } else {
+        for (int r = 0; r < R; ++r) integers[r] = set_sum(0);
+        add_products<0>(integers, w, in);
+        for (int r = 0; r < R; ++r) {
+          integers[r] = next_digit(integers[r], read<std::int32_t>(in + Record::correction(R, r)));
         }
+        add_products<1>(integers, w, in);
       }
       const f32x16 scale = load_scales(scales + g * kGroupedPanel);
       for (int r = 0; r < R; ++r) {
@@ -196,6 +195,24 @@ struct GroupedFormat {
   }
 
  private:
+  // A group's weight codes times one pass of the rows' codes.
+  template <int kPass, int R>
+  [[gnu::always_inline]] static inline void add_products(CodeSum (&integers)[R], const std::uint8_t* w,
+                                                         const std::byte* in) {
+#pragma GCC unroll 8
+    for (int block = 0; block < kGroupBytes / 64; ++block) {
+      const Codes stored = load_codes(w + block * 64);
+      if (kPass == 0) prefetch(w + block * 64);
+      if constexpr (kBits == 8) {
+        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], stored, quad<kPass>(in, R, block, r));
+      } else {
+        const Codes low = low_halves(stored), high = high_halves(stored);
+        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], low, quad<kPass>(in, R, block, r));
+        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], high, quad<kPass>(in, R, block + 4, r));
+      }
+    }
+  }
+
   template <class T>
   static T read(const std::byte* p) {
     T value;
@@ -203,8 +220,9 @@ struct GroupedFormat {
     return value;
   }
 
+  template <int kPass>
   static const CodeInput* quad(const std::byte* record, int rows, int index, int row) {
-    return reinterpret_cast<const CodeInput*>(record + Record::code(rows, index, row));
+    return reinterpret_cast<const CodeInput*>(record + Record::code(rows, kPass, index, row));
   }
 };
 
@@ -294,16 +312,22 @@ void linear(Context& context, const PackedMatrix& weight, const Linear& args) {
   });
 }
 
+template <int kBits, int kGroup, class Scale>
+void linear_scaled(Context& context, const PackedMatrix& weight, const Linear& args) {
+  const bool one_digit = weight.activation_digits == 1;
+  if (weight.minimums != nullptr) {
+    (one_digit ? linear<GroupedFormat<kBits, kGroup, Scale, true, 1>>
+               : linear<GroupedFormat<kBits, kGroup, Scale, true, 2>>)(context, weight, args);
+  } else {
+    (one_digit ? linear<GroupedFormat<kBits, kGroup, Scale, false, 1>>
+               : linear<GroupedFormat<kBits, kGroup, Scale, false, 2>>)(context, weight, args);
+  }
+}
+
 template <int kBits, int kGroup>
 void linear_grouped(Context& context, const PackedMatrix& weight, const Linear& args) {
-  const bool minimums = weight.minimums != nullptr;
-  if (weight.half_scales) {
-    (minimums ? linear<GroupedFormat<kBits, kGroup, std::uint16_t, true>>
-              : linear<GroupedFormat<kBits, kGroup, std::uint16_t, false>>)(context, weight, args);
-  } else {
-    (minimums ? linear<GroupedFormat<kBits, kGroup, float, true>>
-              : linear<GroupedFormat<kBits, kGroup, float, false>>)(context, weight, args);
-  }
+  (weight.half_scales ? linear_scaled<kBits, kGroup, std::uint16_t>
+                      : linear_scaled<kBits, kGroup, float>)(context, weight, args);
 }
 
 void linear_any(Context& context, const PackedMatrix& weight, const Linear& args) {

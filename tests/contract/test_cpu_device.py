@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ropeway.devices.base import DenseTensor
+from ropeway.devices.base import Activations, DenseTensor
 from ropeway.devices.stream import InlineStream
 from ropeway.errors import ConfigError, Unsupported
+from tests.support.matrices import Form, seen_inputs
 from tests.support.native import CONTEXTS, _native  # isort: split
 
 from ropeway.devices.cpu.device import CpuDevice
@@ -51,6 +52,21 @@ def test_the_report_names_the_instruction_set_in_use_and_those_there_are(isa: st
     assert report["kernels"].startswith(f"native, {isa} ")
     assert all(name in report["kernels"] for name in _native.available_isas())
     assert report["threads"].startswith("3 ")
+
+
+@pytest.mark.parametrize(("activations", "digits"), [("int16", 2), ("int8", 1)])
+def test_quantised_weights_meet_inputs_as_fine_as_the_device_was_told(activations: Activations, digits: int) -> None:
+    device = CpuDevice(stream=InlineStream(), activations=activations)
+    assert device.report()["activations"].startswith(f"{activations} ")
+    form = Form("int8", 32, activation_digits=digits)
+    tensor, x = form.random(16, 64), torch.randn(3, 64)
+    out = device.kernels.linear(x, device.pack(tensor))
+    exact = seen_inputs(form, x) @ tensor.dequantize().double().T
+    torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_inputs_are_fine_by_default(device: CpuDevice) -> None:
+    assert device.report()["activations"].startswith("int16 ")
 
 
 def test_auto_chooses_the_best_instruction_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ropeway.devices.base import DenseTensor, GroupedTensor
 from ropeway.devices.reference import ReferenceKernels, ReferenceWeight
 from ropeway.errors import Unsupported
-from tests.support.matrices import FORMS, Form, seen_inputs
+from tests.support.matrices import FORMS, STORED_FORMS, Form, seen_inputs
 from tests.support.native import CONTEXTS, _native  # isort: split
 
 from ropeway.devices.cpu.linear import gather, linear
@@ -19,7 +20,13 @@ from ropeway.devices.cpu.weights import pack
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 every_isa = pytest.mark.parametrize("isa", CONTEXTS)
-ONE_FORM_PER_LAYOUT = [Form("fp32"), Form("bf16"), Form("fp16"), Form("int8", 32), Form("int4", 32, bits=4)]
+ONE_FORM_PER_LAYOUT = [
+    Form("fp32"),
+    Form("bf16"),
+    Form("fp16"),
+    *(Form("int8", 32, activation_digits=digits) for digits in (2, 1)),
+    *(Form("int4", 32, bits=4, activation_digits=digits) for digits in (2, 1)),
+]
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -40,7 +47,7 @@ def assert_close_to_exact(out: Tensor, inputs: Tensor, weights: Tensor, bias: Te
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-@every_form
+@pytest.mark.parametrize("form", STORED_FORMS, ids=str)
 @pytest.mark.parametrize("n", [1, 15, 16, 33, 70])
 def test_gathering_from_packed_weights_gives_the_dequantised_rows_bit_for_bit(form: Form, n: int) -> None:
     context = CONTEXTS["portable"]
@@ -67,7 +74,7 @@ def test_a_product_is_the_exact_one_up_to_float32_additions(isa: str, form: Form
     for rows, n, k_steps in [(1, 1, 1), (2, 17, 3), (3, 40, 2), (13, 70, 5), (30, 33, 9)]:
         k = k_steps * form.k_step
         tensor, x, bias = form.random(n, k), normal(rows, k), normal(n, seed=2)
-        weight = pack(CONTEXTS[isa], tensor)
+        weight = pack(CONTEXTS[isa], tensor, form.activation_digits)
         inputs, weights = seen_inputs(form, x), exact_weights(tensor)
         assert_close_to_exact(linear(CONTEXTS[isa], x, weight), inputs, weights)
         assert_close_to_exact(linear(CONTEXTS[isa], x, weight, bias), inputs, weights, bias)
@@ -104,7 +111,44 @@ def test_products_of_small_integers_are_exact(isa: str, form: Form) -> None:
         tensor = DenseTensor((tensor.data * 4).round())
     exact = x.double() @ exact_weights(tensor).T
     assert exact.abs().max() < 1 << 24
-    assert torch.equal(linear(CONTEXTS[isa], x, pack(CONTEXTS[isa], tensor)).double(), exact)
+    assert torch.equal(linear(CONTEXTS[isa], x, pack(CONTEXTS[isa], tensor, form.activation_digits)).double(), exact)
+
+
+@every_isa
+@pytest.mark.parametrize("form", [form for form in FORMS if form.group and form.scale_dtype == torch.float32], ids=str)
+def test_the_sum_of_a_group_is_exact_and_rounded_once(isa: str, form: Form) -> None:
+    """Inputs that are their own codes, at the ends of their digits, times the largest weights."""
+    k, limit = form.group, 127 if form.activation_digits == 1 else 127 * 256
+    signs = torch.tensor([1.0, -1.0]).repeat(k // 2)
+    edges = torch.tensor([0, 127, 128, 129, 383, 384, 385, limit - 129, limit - 128, limit - 127, limit]).clamp(
+        0, limit
+    )
+    x = torch.cat([edges.float().outer(torch.ones(k)), edges.outer(signs), (normal(9, k) * limit / 3).round()])
+    x = torch.cat([x, -x]).clamp(-limit, limit)
+    x[:, 5] = limit  # so that scales are 1
+    low, high = (-128, 127) if form.bits == 8 else (0, 15) if form.minimums else (-8, 7)
+    highest = torch.stack([torch.ones(k, dtype=torch.bool), signs > 0, normal(k) > 0, normal(k, seed=2) > 0.5])
+    codes = torch.where(torch.cat([highest, ~highest]), high, low).to(torch.int8)
+    ones = torch.ones(len(codes), 1)
+    tensor = GroupedTensor(codes, ones, 2 * ones if form.minimums else None, form.group, form.bits)
+    expected = (x.double() @ codes.double().T).float()
+    if form.minimums:
+        expected = (expected.double() + 2 * x.double().sum(1, keepdim=True)).float()
+    weight = pack(CONTEXTS[isa], tensor, form.activation_digits)
+    assert torch.equal(linear(CONTEXTS[isa], x, weight), expected)
+    assert torch.equal(linear(CONTEXTS[isa], x[7:8].contiguous(), weight), expected[7:8])
+
+
+@every_isa
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_second_digit_makes_inputs_more_than_a_hundred_times_finer(isa: str, bits: Literal[4, 8]) -> None:
+    tensor, x = Form("int8" if bits == 8 else "int4", 32, bits=bits).random(40, 512), normal(20, 512)
+    exact = x.double() @ exact_weights(tensor).T
+    coarse, fine = (
+        (linear(CONTEXTS[isa], x, pack(CONTEXTS[isa], tensor, digits)) - exact).square().mean().sqrt()
+        for digits in (1, 2)
+    )
+    assert 100 < coarse / fine < 300
 
 
 @every_isa
@@ -112,8 +156,8 @@ def test_products_of_small_integers_are_exact(isa: str, form: Form) -> None:
 def test_products_agree_with_the_reference_device(isa: str, form: Form) -> None:
     k = 12 * form.k_step
     tensor, x, bias = form.random(30, k), normal(20, k), normal(30, seed=2)
-    expected = ReferenceKernels().linear(x, ReferenceWeight(tensor), bias)
-    out = linear(CONTEXTS[isa], x, pack(CONTEXTS[isa], tensor), bias)
+    expected = ReferenceKernels().linear(x, ReferenceWeight(tensor, form.activation_digits), bias)
+    out = linear(CONTEXTS[isa], x, pack(CONTEXTS[isa], tensor, form.activation_digits), bias)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -122,7 +166,7 @@ def test_products_agree_with_the_reference_device(isa: str, form: Form) -> None:
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, form: Form) -> None:
     k = 7 * form.k_step
     tensor, x, bias = form.random(75, k), normal(110, k), normal(75, seed=2)
-    weight = pack(CONTEXTS[isa], tensor)
+    weight = pack(CONTEXTS[isa], tensor, form.activation_digits)
     alone = torch.cat([linear(CONTEXTS[isa], row[None], weight, bias) for row in x])
     for first, last in [(0, 110), (0, 2), (3, 6), (5, 9), (0, 12), (7, 20), (40, 65), (8, 105), (109, 110)]:
         together = linear(CONTEXTS[isa], x[first:last].contiguous(), weight, bias)
@@ -130,9 +174,7 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, form: Form) -> None:
 
 
 @every_isa
-@pytest.mark.parametrize(
-    "form", [Form("fp32"), Form("bf16"), Form("fp16"), Form("int8", 32), Form("int4", 32, bits=4)], ids=str
-)
+@pytest.mark.parametrize("form", ONE_FORM_PER_LAYOUT, ids=str)
 @pytest.mark.parametrize("n", [48, 100])
 def test_a_row_has_the_same_bits_on_any_number_of_threads(isa: str, form: Form, n: int) -> None:
     k = 16416  # beyond every block of k
@@ -140,7 +182,7 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads(isa: str, form: Form, 
     outs = []
     for threads in (1, 2, 5):
         context = _native.Context(threads, isa)
-        weight = pack(context, tensor)
+        weight = pack(context, tensor, form.activation_digits)
         outs.append(linear(context, x, weight))
         outs.append(torch.cat([linear(context, x[:5].contiguous(), weight), linear(context, x[5:], weight)]))
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -150,7 +192,7 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads(isa: str, form: Form, 
 @every_isa
 def test_an_empty_batch_gives_an_empty_result(isa: str) -> None:
     for form in FORMS:
-        weight = pack(CONTEXTS[isa], form.random(20, 2 * form.k_step))
+        weight = pack(CONTEXTS[isa], form.random(20, 2 * form.k_step), form.activation_digits)
         assert linear(CONTEXTS[isa], torch.empty(0, 2 * form.k_step), weight).shape == (0, 20)
         assert gather(CONTEXTS[isa], weight, torch.empty(0, dtype=torch.int32)).shape == (0, 2 * form.k_step)
 
@@ -160,7 +202,7 @@ def test_an_empty_batch_gives_an_empty_result(isa: str) -> None:
 def test_inputs_of_extreme_size_are_multiplied_without_overflow_or_nonsense(isa: str, form: Form) -> None:
     k = 4 * form.k_step
     tensor = form.random(40, k)
-    weight, exact = pack(CONTEXTS[isa], tensor), exact_weights(tensor)
+    weight, exact = pack(CONTEXTS[isa], tensor, form.activation_digits), exact_weights(tensor)
     for size in (1e-45, 1e-40, 1e-30, 1e30, 1e36):
         x = normal(3, k) * size
         x[1] = 0.0
@@ -177,7 +219,7 @@ def test_inputs_of_extreme_size_are_multiplied_without_overflow_or_nonsense(isa:
 def test_an_input_that_is_not_finite_poisons_its_own_row_only(isa: str, form: Form) -> None:
     k = 3 * form.k_step
     tensor, x = form.random(40, k), normal(14, k)
-    weight = pack(CONTEXTS[isa], tensor)
+    weight = pack(CONTEXTS[isa], tensor, form.activation_digits)
     clean = linear(CONTEXTS[isa], x, weight)
     others = [row for row in range(14) if row != 5]
     for bad in (float("inf"), float("-inf"), float("nan")):

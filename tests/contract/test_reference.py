@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropeway.devices.base import DenseTensor, GroupedTensor, HostTensor, KVDtype, StepShape, philox_uniform
+from ropeway.devices.base import (
+    Activations,
+    DenseTensor,
+    GroupedTensor,
+    HostTensor,
+    KVDtype,
+    StepShape,
+    philox_uniform,
+)
 from ropeway.devices.reference import ReferenceDevice, ReferenceKVCache
 from ropeway.devices.stream import InlineStream
 from ropeway.errors import OutOfMemory
@@ -47,8 +55,9 @@ def test_dense_products_round_inputs_as_the_layout_says(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("minimums", [False, True])
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 16), (4, 32)])
+@pytest.mark.parametrize(("activations", "limit"), [("int16", 32512), ("int8", 127)])
 def test_quantised_products_sum_integers_per_group(
-    bits: int, group: int, minimums: bool, scale_dtype: torch.dtype
+    activations: Activations, limit: int, bits: int, group: int, minimums: bool, scale_dtype: torch.dtype
 ) -> None:
     x, weight = random(3, 96), grouped(4, 96, group, bits, minimums, scale_dtype)
     x[1, 32:64] = 0
@@ -56,7 +65,7 @@ def test_quantised_products_sum_integers_per_group(
     for row in range(3):
         for at in range(0, 96, 32):
             part = x[row, at : at + 32].numpy()
-            scale = np.abs(part).max() / np.float32(127)
+            scale = np.abs(part).max() / np.float32(limit)
             inverse = np.float32(1) / scale if scale else np.float32(0)
             codes = np.rint(part * inverse).astype(np.int64)  # rint rounds half to even
             for n in range(4):
@@ -67,7 +76,8 @@ def test_quantised_products_sum_integers_per_group(
                     want[row, n] += float(scale) * float(weight.scales[n, g]) * int((c * w).sum())
                     if weight.minimums is not None:
                         want[row, n] += float(scale) * float(weight.minimums[n, g]) * int(c.sum())
-    got = KERNELS.linear(x, DEVICE.pack(weight))
+    device = ReferenceDevice(stream=InlineStream(), activations=activations)
+    got = device.kernels.linear(x, device.pack(weight))
     np.testing.assert_allclose(got.numpy(), want, rtol=2e-7, atol=1e-9)
 
 

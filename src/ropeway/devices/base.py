@@ -3,8 +3,13 @@ kernels. ``devices.reference`` implements all of it in plain PyTorch and is the 
 
 Activations are float32 at every kernel's border. A weight's layout decides how a product is computed:
 ``fp32`` in float32; ``bf16``/``fp16`` with inputs rounded to that type and float32 sums (fp16: inputs stay
-float32); ``int8``/``int4`` with inputs quantised per row and group to int8, exact integer sums inside a
-group, float32 across groups. So two devices agree up to the order of float32 additions.
+float32); ``int8``/``int4`` with inputs quantised per row and group of 32 features, exact integer sums inside a
+group of weights, each rounded to float32 once, and float32 across groups. So two devices agree up to the order
+of float32 additions.
+
+Inputs are quantised to codes of one or two base-256 digits, as the device is told (``Activations``): scale =
+max |x| / limit and code = x / scale rounded to the nearest, ties to even, in [-limit, limit]; the limit is 127
+for int8 and 127 * 256 for int16, whose codes are 256 * high + low with both digits in int8.
 """
 
 from __future__ import annotations
@@ -19,6 +24,11 @@ from torch import Tensor
 
 Layout = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 KVDtype = Literal["fp32", "bf16"]
+Activations = Literal["int16", "int8"]
+
+ACTIVATION_DIGITS: dict[Activations, int] = {"int8": 1, "int16": 2}
+ACTIVATION_GROUP = 32
+"""Inputs of quantised products share one scale per this many features."""
 
 # --------------------------------------------------------------------------- weights as files give them
 

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropeway.devices.base import (
+    ACTIVATION_DIGITS,
+    ACTIVATION_GROUP,
+    Activations,
     AttentionPlan,
     DenseTensor,
     GroupedTensor,
@@ -40,9 +43,6 @@ from ropeway.devices.reference_sampling import sample
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import OutOfMemory
 
-ACTIVATION_GROUP = 32
-"""Inputs of quantised products share one scale per this many features."""
-
 _DENSE_LAYOUTS: dict[torch.dtype, Layout] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _KV_DTYPES: dict[KVDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PRODUCT_SLICE = 1 << 22
@@ -50,9 +50,11 @@ _PRODUCT_SLICE = 1 << 22
 
 
 class ReferenceWeight:
-    """A matrix as the file gave it, copied out of the mapped file."""
+    """A matrix as the file gave it, copied out of the mapped file. ``activation_digits``: of a quantised one's
+    inputs."""
 
-    def __init__(self, tensor: HostTensor) -> None:
+    def __init__(self, tensor: HostTensor, activation_digits: int = 2) -> None:
+        self.activation_digits = activation_digits
         self.tensor: HostTensor
         if isinstance(tensor, DenseTensor):
             self.layout: Layout = _DENSE_LAYOUTS[tensor.data.dtype]
@@ -142,7 +144,7 @@ class ReferenceKernels:
             case "bf16":
                 inputs = x.bfloat16().double()
             case "int8" | "int4":
-                inputs = quantized_inputs(x)
+                inputs = quantized_inputs(x, weight.activation_digits)
         out = x.new_empty((x.shape[0], n))
         step = max(_PRODUCT_SLICE // k, 1)
         for start in range(0, n, step):
@@ -217,16 +219,18 @@ class ReferenceKernels:
         return sample(logits, inputs)
 
 
-def quantized_inputs(x: Tensor) -> Tensor:
-    """What a quantised product sees of its inputs: int8 codes times float32 scales, exact in float64 [t, k].
+def quantized_inputs(x: Tensor, digits: int) -> Tensor:
+    """What a quantised product sees of its inputs: codes times float32 scales, exact in float64 [t, k].
 
-    Per row and group of 32: scale = amax / 127, code = round-half-even(x / scale) by way of a reciprocal.
+    Per row and group of 32: scale = amax / limit, code = round-half-even(x / scale) by way of a reciprocal, bounded
+    so that zeros stay zeros when the scale is 0 or almost.
     """
+    limit = 127 << 8 * (digits - 1)
     t, k = x.shape
     padding = -k % ACTIVATION_GROUP
     groups = F.pad(x, (0, padding)).view(t, (k + padding) // ACTIVATION_GROUP, ACTIVATION_GROUP)
-    scales = groups.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(scales == 0, 0.0, 1 / scales)
+    scales = groups.abs().amax(-1, keepdim=True) / limit
+    inverse = (1 / scales).clamp(max=torch.finfo(torch.float32).max)
     codes = (groups * inverse).round()
     return (codes.double() * scales.double()).view(t, k + padding)[:, :k]
 
@@ -251,11 +255,15 @@ class ReferenceDevice:
 
     name = "reference"
 
-    def __init__(self, *, threads: int | None = None, stream: Stream | None = None) -> None:
+    def __init__(
+        self, *, threads: int | None = None, stream: Stream | None = None, activations: Activations = "int16"
+    ) -> None:
         """``threads``: PyTorch's compute threads, unchanged by default. ``stream``: a thread of its own by
-        default; an ``InlineStream`` makes the device synchronous."""
+        default; an ``InlineStream`` makes the device synchronous. ``activations``: what inputs of products with
+        quantised weights are quantised to."""
         if threads is not None:
             torch.set_num_threads(threads)
+        self._activations = activations
         self.kernels: Kernels = ReferenceKernels()
         self.stream: Stream = ThreadStream("reference-stream") if stream is None else stream
 
@@ -271,7 +279,7 @@ class ReferenceDevice:
         return array
 
     def pack(self, tensor: HostTensor) -> Weight:
-        return ReferenceWeight(tensor)
+        return ReferenceWeight(tensor, ACTIVATION_DIGITS[self._activations])
 
     def vector(self, tensor: HostTensor) -> Tensor:
         return _copy(tensor.dequantize())
@@ -301,6 +309,7 @@ class ReferenceDevice:
             "kernels": f"PyTorch {torch.__version__}, float64 sums",
             "processor": platform.machine(),
             "threads": str(torch.get_num_threads()),
+            "activations": f"{self._activations} in products with quantised weights",
         }
 
     def close(self) -> None:

@@ -10,7 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropeway.devices.base import HostTensor, Kernels, KVCache, KVDtype, Memory, Stream, Weight
+from ropeway.devices.base import (
+    ACTIVATION_DIGITS,
+    Activations,
+    HostTensor,
+    Kernels,
+    KVCache,
+    KVDtype,
+    Memory,
+    Stream,
+    Weight,
+)
 from ropeway.devices.cpu import _native, kv, weights
 from ropeway.devices.cpu.kernels import CpuKernels
 from ropeway.devices.memory import host_memory
@@ -26,16 +36,25 @@ class CpuDevice:
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None, isa: str = "auto", *, stream: Stream | None = None) -> None:
+    def __init__(
+        self,
+        threads: int | None = None,
+        isa: str = "auto",
+        *,
+        stream: Stream | None = None,
+        activations: Activations = "int16",
+    ) -> None:
         """``threads``: one per core this process may use by default. ``isa``: "auto", or one of
         ``_native.available_isas()`` by name. ``stream``: a thread of its own by default; an ``InlineStream``
-        makes the device synchronous. Raises ``ConfigError``."""
+        makes the device synchronous. ``activations``: what inputs of products with quantised weights are
+        quantised to. Raises ``ConfigError``."""
         try:
             self._context = _native.Context(available_cores() if threads is None else threads, isa)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.kernels: Kernels = CpuKernels(self._context)
         self.stream: Stream = ThreadStream("cpu-stream") if stream is None else stream
+        self._activations = activations
 
     def memory(self) -> Memory:
         return host_memory()
@@ -49,7 +68,7 @@ class CpuDevice:
         return array
 
     def pack(self, tensor: HostTensor) -> Weight:
-        return weights.pack(self._context, tensor)
+        return weights.pack(self._context, tensor, ACTIVATION_DIGITS[self._activations])
 
     def vector(self, tensor: HostTensor) -> Tensor:
         return tensor.dequantize().clone(memory_format=torch.contiguous_format)
@@ -80,6 +99,7 @@ class CpuDevice:
         return {
             "kernels": f"native, {self._context.isa} (usable here: {', '.join(isas)})",
             "threads": f"{self._context.threads} (cores this process may use: {available_cores()})",
+            "activations": f"{self._activations} in products with quantised weights",
             "fallbacks": "none",
         }
 

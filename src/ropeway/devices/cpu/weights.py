@@ -18,11 +18,17 @@ class PackedWeight:
     __slots__ = ("_memory", "layout", "native", "nbytes", "shape")
 
     def __init__(
-        self, shape: tuple[int, int], layout: Layout, group: int = 0, half_scales: bool = False, minimums: bool = False
+        self,
+        shape: tuple[int, int],
+        layout: Layout,
+        group: int = 0,
+        half_scales: bool = False,
+        minimums: bool = False,
+        activation_digits: int = 2,
     ) -> None:
         self.shape = shape
         self.layout = layout
-        self.native = _native.PackedMatrix(layout, *shape, group, half_scales)
+        self.native = _native.PackedMatrix(layout, *shape, group, half_scales, activation_digits)
         data = _allocate(self.native.data_bytes)
         scales = _allocate(self.native.scale_bytes)
         lowest = _allocate(self.native.scale_bytes if minimums else 0)
@@ -31,15 +37,16 @@ class PackedWeight:
         self.nbytes = sum(part.nbytes for part in self._memory)
 
 
-def pack(context: _native.Context, tensor: HostTensor) -> PackedWeight:
+def pack(context: _native.Context, tensor: HostTensor, activation_digits: int = 2) -> PackedWeight:
     """Pack a matrix; the peak of memory is the packed size beside the tensor's own.
 
-    Raises ``Unsupported`` for a type, or a group size, that no layout holds."""
+    ``activation_digits`` (1 or 2) tells how precisely products with a quantised matrix see their inputs
+    (``devices.base.ACTIVATION_DIGITS``). Raises ``Unsupported`` for a type, or a group size, that no layout holds."""
     if len(tensor.shape) != 2:
         raise Unsupported(f"a weight must be a matrix, not of shape {tensor.shape}")
     if isinstance(tensor, DenseTensor):
         return _pack_dense(context, tensor)
-    return _pack_grouped(context, tensor)
+    return _pack_grouped(context, tensor, activation_digits)
 
 
 def _pack_dense(context: _native.Context, tensor: DenseTensor) -> PackedWeight:
@@ -55,7 +62,7 @@ def _pack_dense(context: _native.Context, tensor: DenseTensor) -> PackedWeight:
     return weight
 
 
-def _pack_grouped(context: _native.Context, tensor: GroupedTensor) -> PackedWeight:
+def _pack_grouped(context: _native.Context, tensor: GroupedTensor, activation_digits: int) -> PackedWeight:
     n, k = tensor.codes.shape
     group = tensor.group
     if group not in (16, 32) or k % group:
@@ -69,7 +76,7 @@ def _pack_grouped(context: _native.Context, tensor: GroupedTensor) -> PackedWeig
     codes = tensor.codes.contiguous()
     scales = tensor.scales.to(scale_dtype).contiguous()
     minimums = None if tensor.minimums is None else tensor.minimums.to(scale_dtype).contiguous()
-    weight = PackedWeight((n, k), layout, group, half, minimums is not None)
+    weight = PackedWeight((n, k), layout, group, half, minimums is not None, activation_digits)
     lowest = 0 if minimums is None else minimums.data_ptr()
     _native.pack(context, weight.native, codes.data_ptr(), k, scales.data_ptr(), lowest)
     return weight
