@@ -33,7 +33,8 @@ class CacheConfig:
     kv_blocks: int | None = None
     """Blocks in the pool; overrides kv_memory."""
     kv_memory: float | None = None
-    """GiB for the pool; default: enough for max_num_seqs sequences, at most half of the available memory."""
+    """GiB for the pool; default: enough for max_num_seqs sequences of 2,048 tokens (and one of the longest), at most
+    half of the available memory."""
     kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of stored keys and values; auto: fp32 for float32 models, else bf16."""
     prefix_cache: bool = True

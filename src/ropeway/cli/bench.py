@@ -93,12 +93,14 @@ def overhead(
         ),
     ] = None,
     more: Annotated[list[int] | None, typer.Argument(hidden=True, min=1)] = None,
-    step_ms: Annotated[float, typer.Option(metavar="X", help="What a step takes on the device.")] = 5.0,
+    step_ms: Annotated[
+        float, typer.Option(metavar="X", help="What a step takes on the device; 0: steps run back to back.")
+    ] = 5.0,
     json: JsonFile = None,
 ) -> None:
     """What the host costs per step: the production loop over a device that only takes time."""
-    if not step_ms > 0:
-        raise typer.BadParameter("--step-ms must be above 0")
+    if not step_ms >= 0:
+        raise typer.BadParameter("--step-ms must be 0 or more")
     from ropeway.bench.overhead import report as measure_overhead
     from ropeway.bench.report import reported_to
 

@@ -12,7 +12,9 @@ from ropeway.request import SamplingParams
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", help="0 is greedy; default: what the model recommends, else 0.7.", show_default=False),
+    typer.Option(
+        "--temperature", help="0 is greedy; default: what the model recommends, else 0.7.", show_default=False
+    ),
 ]
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Same seed, same answer; default: a random one.", show_default=False)
