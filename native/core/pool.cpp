@@ -23,10 +23,17 @@ inline void pause() {
 
 Pool::Pool(int threads) {
   workers_.reserve(std::max(threads - 1, 0));
-  for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work_loop(worker); });
+  try {
+    for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work_loop(worker); });
+  } catch (...) {  // the system gives no more threads
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stop_ = true;
   ++bell_;
   bell_.notify_all();

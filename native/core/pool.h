@@ -19,12 +19,14 @@ namespace ropeway {
 // are the right ones.
 class Pool {
  public:
+  // Throws std::system_error when the system gives no more threads.
   explicit Pool(int threads);
   ~Pool();
 
   void run(std::int64_t tiles, TileFunction function, void* job);
 
  private:
+  void stop();
   void work_loop(int worker);
   void claim_tiles(int worker);
 

@@ -246,6 +246,8 @@ class Row {
   // Keeps the likeliest tokens whose weights sum up to `target`, but none below min_p. Two thresholds close in on the
   // weight where the target is met, until the tokens between them are few enough to be looked at one by one.
   void keep_likely(double target, float min_p) {
+    // Weights go down to the smallest float, so a target of nothing is the likeliest token.
+    if (!(target > 0x1p-149)) target = 0x1p-149;
     constexpr float thresholds[] = {0x1p-6F, 0x1p-12F, 0x1p-20F, 0x1p-149F};
     float high = 2.0F, low = 2.0F;  // above all weights
     Share above = {0.0, 0}, from_low = {0.0, 0};

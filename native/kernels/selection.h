@@ -72,7 +72,7 @@ inline void select_candidates(Candidate* c, std::int64_t n, std::int64_t k) {
   }
 }
 
-// How many candidates, taken by rank, it takes for their weights to reach `target`: at least one, at most n. They are
+// How many candidates, taken by rank, it takes for their weights to reach `target`: at least one if there is one, at most n. They are
 // moved to the front, in no order. Halves what is in question until it is small, so it costs O(n).
 inline std::int64_t select_mass(Candidate* c, std::int64_t n, const float* weights, double target) {
   std::int64_t begin = 0, end = n;
@@ -90,9 +90,7 @@ inline std::int64_t select_mass(Candidate* c, std::int64_t n, const float* weigh
     }
   }
   sort_candidates(c + begin, end - begin, ByRank());
-  do {
-    kept += static_cast<double>(weights[c[begin++].id]);
-  } while (begin < end && kept < target);
+  while (begin < end && (begin == 0 || kept < target)) kept += static_cast<double>(weights[c[begin++].id]);
   return begin;
 }
 

@@ -330,7 +330,7 @@ _AT_LEAST: Mapping[str, float] = {
     "drain_timeout_s": 0,
 }
 _ABOVE: Mapping[str, float] = {"kv_memory": 0, "max_body_mb": 0}
-_AT_MOST: Mapping[str, float] = {"port": 65535, "management_port": 65535}
+_AT_MOST: Mapping[str, float] = {"port": 65535, "management_port": 65535, "threads": 1024}
 _NOT_EMPTY = ("model", "host", "api_key", "served_model_name")
 
 

@@ -245,6 +245,19 @@ def test_tiny_temperatures_and_tiny_top_p_are_greedy_with_finite_logprobs(isa: s
 
 
 @every_isa
+@pytest.mark.parametrize("size", [40, 4096, 40_000])
+@pytest.mark.parametrize("top_p", [0.0, 5e-324, 1e-50, 1e-45, 1e-30], ids=str)
+def test_a_vanishing_top_p_keeps_the_likeliest_of_many_nearly_equal_tokens(isa: str, size: int, top_p: float) -> None:
+    flat = torch.zeros(1, size)
+    almost = 1e-3 * normal(1, size)
+    for logits in (flat, almost):
+        run(isa, 1e6 * normal(1, size), RowParams(top_k=size // 2))  # leaves its candidates in the scratch memory
+        for temperature in (1.0, 100.0):
+            ids = run(isa, logits, RowParams(temperature=temperature, top_p=top_p, seed=3)).token_ids
+            assert int(ids) == int(logits.argmax())
+
+
+@every_isa
 @pytest.mark.report("ggml-org/llama.cpp#19367")
 def test_extreme_parameters_still_choose_a_token(isa: str) -> None:
     """The server refuses them; the kernel stays within the vocabulary all the same."""

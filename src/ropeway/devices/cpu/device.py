@@ -48,10 +48,13 @@ class CpuDevice:
         ``_native.available_isas()`` by name. ``stream``: a thread of its own by default; an ``InlineStream``
         makes the device synchronous. ``activations``: what inputs of products with quantised weights are
         quantised to. Raises ``ConfigError``."""
+        threads = available_cores() if threads is None else threads
         try:
-            self._context = _native.Context(available_cores() if threads is None else threads, isa)
+            self._context = _native.Context(threads, isa)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        except RuntimeError as error:
+            raise ConfigError(f"{threads} threads cannot be started ({error}); ask for fewer", param="threads") from error
         self.kernels: Kernels = CpuKernels(self._context)
         self.stream: Stream = ThreadStream("cpu-stream") if stream is None else stream
         self._activations = activations
