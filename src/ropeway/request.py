@@ -5,7 +5,7 @@ Shared by every floor; imports neither torch nor anything of Ropeway but the err
 from __future__ import annotations
 
 import enum
-import math
+import sys
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +20,8 @@ MAX_N = 128
 """Largest ``n`` (OpenAI's limit)."""
 MAX_STOP = 16
 """Largest number of stop strings."""
+MAX_STOP_LENGTH = 1024
+"""Most characters of a stop string."""
 MAX_STOP_TOKEN_IDS = 64
 """Largest number of ``stop_token_ids``: every step compares its tokens with all of a request's."""
 
@@ -110,6 +112,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for stop in self.stop:
             if not isinstance(stop, str) or not stop or (not stop.isascii() and _surrogates(stop)):
                 raise InvalidRequest("a stop string must be non-empty text without lone surrogates", param="stop")
+            if len(stop) > MAX_STOP_LENGTH:
+                raise InvalidRequest(
+                    f"a stop string has {len(stop)} characters; the limit is {MAX_STOP_LENGTH}", param="stop"
+                )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, 2**31 - 1)
             _real("logit_bias", bias, -100.0, 100.0)
@@ -142,7 +148,7 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
 
 
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise InvalidRequest(f"{name} must be a finite number, not {value!r}", param=name)
     if not low <= value <= high or (open_low and value == low):
         bound = "above" if open_low else "at least"

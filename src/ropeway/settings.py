@@ -245,7 +245,10 @@ def _read(file: Path) -> dict[str, Any]:
 def _from_environment(environ: Mapping[str, str], notes: list[str]) -> Given:
     by_variable = {s.variable: s for s in settings().values()}
     for variable, value in sorted(environ.items()):
-        if variable in by_variable:
+        if variable in by_variable and value.startswith("tcp://"):
+            # Kubernetes makes ROPEWAY_PORT for a service of that name.
+            notes.append(f"environment variable {variable} is a service link ({value}), no setting; ignored")
+        elif variable in by_variable:
             yield by_variable[variable], value, Origin(2, f"environment variable {variable}")
         elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in _OTHER_VARIABLES:
             # Not an error: other programs (Kubernetes' service links, say) make such names, too.
@@ -330,7 +333,7 @@ _AT_LEAST: Mapping[str, float] = {
     "drain_timeout_s": 0,
 }
 _ABOVE: Mapping[str, float] = {"kv_memory": 0, "max_body_mb": 0}
-_AT_MOST: Mapping[str, float] = {"port": 65535, "management_port": 65535, "threads": 1024}
+_AT_MOST: Mapping[str, float] = {"port": 65535, "management_port": 65535, "threads": 1024, "max_body_mb": 65536}
 _NOT_EMPTY = ("model", "host", "api_key", "served_model_name")
 
 

@@ -55,7 +55,7 @@ def serving(
     async def main() -> None:
         app = create_app(engine, config, sampling_defaults=sampling_defaults)
         server = uvicorn.Server(
-            uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+            uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
         )
         ready.set_result((app, asyncio.get_running_loop(), server))
         await server.serve(sockets=[bound])

@@ -203,3 +203,9 @@ def test_a_keyword_argument_is_named_as_such():
 def test_whole_floats_are_whole_numbers():
     resolved = merged()
     assert convert(settings()["port"], 8001.0, resolved.origins["port"]) == 8001
+
+
+def test_a_service_link_of_kubernetes_is_not_taken_for_the_port() -> None:
+    resolved = resolve({}, environ={"ROPEWAY_PORT": "tcp://10.0.0.1:8000"})
+    assert resolved.config.server.port == 8000
+    assert any("ROPEWAY_PORT" in note and "service link" in note for note in resolved.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -52,7 +52,7 @@ def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mappin
     for path, handler, body in _POSTS:
         app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_body_schema(body))
     for path, handler in _GETS:
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+        _add_get(app, path, handler)
     # Added last is outermost.
     app.add_middleware(Doorkeeper, door=app.state.ropeway.door)
     if config.server.api_key is not None:
@@ -81,8 +81,14 @@ def create_management_app() -> FastAPI:
         return await routes.metrics(request)
 
     for path, handler in (("/health", health), ("/ready", ready), ("/metrics", metrics)):
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+        _add_get(app, path, handler)
     return app
+
+
+def _add_get(app: FastAPI, path: str, handler: Callable[[Request], Awaitable[Response]]) -> None:
+    """Load balancers probe with HEAD."""
+    app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def _raise_unless_loaded(app: FastAPI) -> None:

@@ -23,7 +23,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._key = key.encode()
+        self._key = key.strip().encode()  # a mounted secret ends in a newline, a header never does
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:

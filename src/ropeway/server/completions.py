@@ -15,7 +15,7 @@ from starlette.responses import Response
 from ropeway.engine.client import Delta
 from ropeway.request import Completion
 from ropeway.server.chat import check_salt, worth_a_chunk
-from ropeway.server.generating import Generating
+from ropeway.server.generating import Generating, check_choices
 from ropeway.server.generating import now as arrival_now
 from ropeway.server.logprobs import CompletionLogprobWriter
 from ropeway.server.prompts import Prompt, Prompts, split_prompts
@@ -31,7 +31,9 @@ async def create_completion(request: Request) -> Response:
     body = await state.read(request, CompletionRequest)
     answer = CompletionAnswer(state, body)
     params = completion_params(body, state.sampling_defaults)
-    prompts = await _encode(state.prompts, split_prompts(body.prompt), body.add_special_tokens is not False)
+    given = split_prompts(body.prompt)
+    check_choices(len(given), params.n, state.most_requests)  # before they cost anything
+    prompts = await _encode(state.prompts, given, body.add_special_tokens is not False)
     generating = state.generate(prompts, params, cache_salt=check_salt(body.cache_salt), arrival=arrival)
     if body.stream:
         return EventStream(answer.chunks(generating, prompts), generating.cancel)

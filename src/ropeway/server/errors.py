@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropeway.errors import Draining, QueueFull, RopewayError
 from ropeway.server.protocol import ErrorBody, ErrorDetail
@@ -46,6 +47,29 @@ def unexpected(error: Exception) -> RopewayError:
     return RopewayError("internal error; the server's log says more", code="internal_error")
 
 
+class FaultBarrier:
+    """ASGI middleware: a fault of ours is an answer like any other, so the connection stays usable. Starlette's own
+    handler for exceptions raises them again, upon which the server drops the connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            await error_response(unexpected(error))(scope, receive, send)
+
+
 def install(app: FastAPI) -> None:
     """Give every error of ``app`` the one shape."""
 
@@ -62,12 +86,9 @@ def install(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def fault(request: Request, error: Exception) -> Response:
-        return error_response(unexpected(error))
-
     app.add_exception_handler(RopewayError, known)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, fault)
+    app.add_middleware(FaultBarrier)
 
 
 def _in_words(request: Request, error: HTTPException) -> str:

@@ -15,6 +15,15 @@ from ropeway.server.metrics import Metrics, Stopwatch
 from ropeway.server.protocol import PromptTokensDetails, UsageBody
 
 
+def check_choices(prompts: int, n: int, most: int) -> None:
+    """Raise ``InvalidRequest`` when ``n`` choices of each prompt are more than ``most``, which can ever be held."""
+    if prompts * n > most:
+        raise InvalidRequest(
+            f"{prompts} prompts of n={n} choices are {prompts * n} requests; this server holds at most {most} at once",
+            param="n" if prompts == 1 else "prompt",
+        )
+
+
 class Generating:
     """Choice ``i`` of prompt ``p`` has index ``p * n + i`` over all."""
 
@@ -31,12 +40,7 @@ class Generating:
     ) -> None:
         """Hands all prompts to the engine, or none: ``QueueFull`` and all other refusals come from here, before a
         response has begun. ``most``: choices that fit into the queue and the seats together."""
-        if len(prompts) * params.n > most:
-            raise InvalidRequest(
-                f"{len(prompts)} prompts of n={params.n} choices are {len(prompts) * params.n} requests; this server "
-                f"holds at most {most} at once",
-                param="n" if len(prompts) == 1 else "prompt",
-            )
+        check_choices(len(prompts), params.n, most)
         self._engine = engine
         self._n = params.n
         self._cancelled: RopewayError | None = None

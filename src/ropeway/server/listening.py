@@ -54,7 +54,10 @@ class Listener:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                # httptools drops the body of a request that offers another protocol (``Upgrade: h2c``, as Java's client
+                # does), and bounds neither headers nor the URL.
+                http="h11",
+                ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,

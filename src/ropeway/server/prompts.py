@@ -33,18 +33,21 @@ class Prompts:
         self._most = most
         self._busy = 0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ropeway-text")
+        self._side_pool = ThreadPoolExecutor(1, thread_name_prefix="ropeway-text-aside")
         self._longest_token = _longest_token(tokenizer) if tokenizer is not None else 0
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._side_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """``work()`` in a thread. Raises ``QueueFull`` when too many wait for one."""
+    async def run(self, work: Callable[[], Result], *, aside: bool = False) -> Result:
+        """``work()`` in a thread. ``aside``: in one of its own, for work of no bounded length, so that prompts are not
+        kept waiting. Raises ``QueueFull`` when too many wait for one."""
         if self._busy >= self._most:
             raise QueueFull(f"{self._busy} requests are being tokenized, as many as this server takes; try again later")
         self._busy += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self._side_pool if aside else self._pool, work)
         finally:
             self._busy -= 1
 
@@ -97,7 +100,7 @@ class Prompts:
             )
             return [*tokenizer.encode("", True), *ids] if add_special_tokens else ids
 
-        return await self.run(work)
+        return await self.run(work, aside=not bounded)
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, bounded: bool = True
@@ -111,7 +114,7 @@ class Prompts:
         if bounded:
             for text in texts:
                 self._check_length(len(text), "prompt")
-        return await self.run(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
+        return await self.run(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts], aside=not bounded)
 
     def _check_length(self, characters: int, param: str) -> None:
         most = self._max_model_len * self._longest_token

@@ -55,14 +55,18 @@ async def tokenize(request: Request) -> Response:
             [body.prompt or ""], add_special_tokens=body.add_special_tokens is not False, bounded=False
         )
     text_of = state.prompts.need_tokenizer().token_text
-    return json_response(
-        TokenizeResponse(
-            count=len(tokens),
-            max_model_len=state.engine.info.max_model_len,
-            tokens=tokens,
-            token_strs=[text_of(token) for token in tokens] if body.return_token_strs else None,
+
+    def answer() -> Response:
+        return json_response(
+            TokenizeResponse(
+                count=len(tokens),
+                max_model_len=state.engine.info.max_model_len,
+                tokens=tokens,
+                token_strs=[text_of(token) for token in tokens] if body.return_token_strs else None,
+            )
         )
-    )
+
+    return await state.prompts.run(answer, aside=True)
 
 
 async def detokenize(request: Request) -> Response:
@@ -71,11 +75,14 @@ async def detokenize(request: Request) -> Response:
     state.model_name(body.model)
     tokenizer = state.prompts.need_tokenizer()
     size = state.engine.info.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < size:
-            raise InvalidRequest(f"token id {token} is not in [0, {size})", param="tokens")
-    text = await state.prompts.run(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return json_response(DetokenizeResponse(prompt=text))
+
+    def answer() -> Response:
+        for token in body.tokens:
+            if not 0 <= token < size:
+                raise InvalidRequest(f"token id {token} is not in [0, {size})", param="tokens")
+        return json_response(DetokenizeResponse(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+    return await state.prompts.run(answer, aside=True)
 
 
 async def health(request: Request) -> Response:

@@ -48,7 +48,7 @@ def _with_object_arguments(call: Any) -> Any:
         return call
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     if not isinstance(parsed, dict):
         return call

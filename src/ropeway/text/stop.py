@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -20,14 +21,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         """``stops`` must not be empty strings."""
         self._include = include
-        self._next: list[dict[str, int]] = [{}]
-        self._fail: list[int] = [0]
-        self._depth: list[int] = [0]
-        self._stop: list[str | None] = [None]
-        for stop in stops:
-            self._insert(stop)
-        self._link()
-        self._first = re.compile("[" + "".join(map(re.escape, self._next[0])) + "]") if stops else None
+        self._automaton = _automaton(tuple(stops))
         self._state = 0
         self._held = ""
         self._hit: str | None = None
@@ -38,7 +32,8 @@ class StopStrings:
 
         ``free``: this piece is not searched, and no stop begins in it (tokens below ``min_tokens``).
         """
-        if self._hit is not None or self._first is None:
+        automaton, first = self._automaton, self._automaton.first
+        if self._hit is not None or first is None:
             return ("", self._hit) if self._hit is not None else (text, None)
         if free:
             held, self._held, self._state = self._held, "", 0
@@ -48,18 +43,18 @@ class StopStrings:
         state = self._state
         while position < len(buffer):
             if state == 0:
-                found = self._first.search(buffer, position)
+                found = first.search(buffer, position)
                 if found is None:
                     break
                 position = found.start()
-            state = self._step(state, buffer[position])
+            state = automaton.step(state, buffer[position])
             position += 1
-            stop = self._stop[state]
+            stop = automaton.stop[state]
             if stop is not None:
                 self._held, self._hit = "", stop
                 return buffer[: position if self._include else position - len(stop)], stop
         self._state = state
-        shown = len(buffer) - self._depth[state]
+        shown = len(buffer) - automaton.depth[state]
         self._held = buffer[shown:]
         return buffer[:shown], None
 
@@ -68,34 +63,58 @@ class StopStrings:
         held, self._held, self._state = self._held, "", 0
         return held
 
+
+class _Automaton:
+    """The prefixes of some stop strings as states, 0 the empty one. Not to be changed once made."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.fail: list[int] = [0]
+        """State of the longest proper suffix that is a prefix of some stop."""
+        self.depth: list[int] = [0]
+        """Length of the state's prefix."""
+        self.stop: list[str | None] = [None]
+        """The longest stop that the state's prefix ends with."""
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+        self.first = re.compile("[" + "".join(map(re.escape, self.next[0])) + "]") if stops else None
+        """What the stops begin with."""
+
     def _insert(self, stop: str) -> None:
         state = 0
         for character in stop:
-            following = self._next[state].get(character)
+            following = self.next[state].get(character)
             if following is None:
-                following = len(self._next)
-                self._next[state][character] = following
-                self._next.append({})
-                self._fail.append(0)
-                self._depth.append(self._depth[state] + 1)
-                self._stop.append(None)
+                following = len(self.next)
+                self.next[state][character] = following
+                self.next.append({})
+                self.fail.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.stop.append(None)
             state = following
-        self._stop[state] = stop
+        self.stop[state] = stop
 
     def _link(self) -> None:
         """Failure links, breadth first: to the longest proper suffix that is a prefix of some stop."""
-        queue = deque(self._next[0].values())
+        queue = deque(self.next[0].values())
         while queue:
             state = queue.popleft()
-            for character, following in self._next[state].items():
-                self._fail[following] = self._step(self._fail[state], character)
-                if self._stop[following] is None:
-                    self._stop[following] = self._stop[self._fail[following]]
+            for character, following in self.next[state].items():
+                self.fail[following] = self.step(self.fail[state], character)
+                if self.stop[following] is None:
+                    self.stop[following] = self.stop[self.fail[following]]
                 queue.append(following)
 
-    def _step(self, state: int, character: str) -> int:
-        while character not in self._next[state]:
+    def step(self, state: int, character: str) -> int:
+        while character not in self.next[state]:
             if state == 0:
                 return 0
-            state = self._fail[state]
-        return self._next[state][character]
+            state = self.fail[state]
+        return self.next[state][character]
+
+
+@functools.lru_cache(maxsize=8)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """The n completions of a request share one, as do requests with the same stops that follow each other."""
+    return _Automaton(stops)

@@ -54,7 +54,9 @@ class CpuDevice:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         except RuntimeError as error:
-            raise ConfigError(f"{threads} threads cannot be started ({error}); ask for fewer", param="threads") from error
+            raise ConfigError(
+                f"{threads} threads cannot be started ({error}); ask for fewer", param="threads"
+            ) from error
         self.kernels: Kernels = CpuKernels(self._context)
         self.stream: Stream = ThreadStream("cpu-stream") if stream is None else stream
         self._activations = activations
