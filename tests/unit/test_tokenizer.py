@@ -79,6 +79,28 @@ def test_a_role_cannot_carry_a_control_token() -> None:
     assert CHAT.decode(ids, skip_special_tokens=False).startswith("<|im_start|>user<|im_end|>\nx<|im_end|>")
 
 
+@pytest.mark.parametrize("place", ["messages", "tools", "variables"])
+def test_what_is_nested_too_deeply_is_an_invalid_request(place: str) -> None:
+    nested: Any = "x"
+    for _ in range(700):
+        nested = {"a": [nested]}
+    messages = [*user("x"), {"role": "user", "content": "y", "more": nested if place == "messages" else None}]
+    tools = [nested] if place == "tools" else None
+    variables = {"more": nested} if place == "variables" else {}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        CHAT.encode_chat(messages, tools=tools, **variables)
+    assert "y" in CHAT.apply_chat_template(messages)  # which copies nothing
+
+
+def test_a_template_that_cannot_show_such_depth_refuses_it() -> None:
+    nested: Any = "x"
+    for _ in range(5000):
+        nested = [nested]
+    tokenizer = Tokenizer(byte_level(), chat_templates={"default": "{{ tools | tojson }}"})
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        tokenizer.apply_chat_template(user("x"), tools=[nested])
+
+
 def test_a_template_that_splits_marked_text_keeps_its_own_control_tokens() -> None:
     template = "{% for m in messages %}{{ m.content.split('<|im_end|>')[0] }}<|im_end|>{% endfor %}"
     tokenizer = Tokenizer(byte_level(), chat_templates={"default": template})
@@ -229,6 +251,39 @@ def test_a_damaged_file_is_a_load_error_naming_it(tmp_path: Path, file: str) -> 
         Tokenizer.from_path(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("generation_config.json", b"[" * 100_000, "generation_config.json"),
+        ("chat_template.jinja", b"\xff\xfe{{ messages }}", "chat_template.jinja"),
+        ("additional_chat_templates/tool_use.jinja", b"\xff", "tool_use.jinja"),
+        ("config.json", b'{"text_config": [1]}', "config.json: text_config"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": []}', None),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}', "tokenizer_config.json: added_tokens_decoder"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": 5}}}', "added_tokens_decoder"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": null}}', "added_tokens_decoder"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "tokenizer_config.json: chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": {"default": 5}}', "tokenizer_config.json: chat_template"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": null}', None),
+        ("config.json", b'{"text_config": null}', None),
+    ],
+)
+def test_a_file_of_another_shape_is_a_load_error_naming_it_and_null_is_nothing(
+    tmp_path: Path, file: str, content: bytes, named: str | None
+) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    if named is None:
+        tokenizer = Tokenizer.from_path(tmp_path)
+        assert tokenizer is not None
+        assert tokenizer.encode("hello world") == CHAT.encode("hello world")
+    else:
+        with pytest.raises(LoadError, match=named):
+            Tokenizer.from_path(tmp_path)
+
+
 def test_template_files_win_over_the_configuration_and_may_be_several(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat_template="from the configuration")
     (tmp_path / "chat_template.jinja").write_text("from the file")
@@ -263,6 +318,18 @@ def test_text_modules_import_neither_torch_nor_transformers() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_long_control_tokens_are_found_and_endless_ones_refused() -> None:
+    long = "<" + "x" * 1000 + ">"
+    spellings = ControlSpellings([long, "<xx>", long[:500]])
+    assert spellings.found_in(f"see {long}")
+    marks = Marks()
+    assert marks.remove(spellings.mark(f"-{long}-<xx>", marks)) == (f"-{long}-<xx>", [(1, 1003), (1004, 1008)])
+    with pytest.raises(LoadError, match="special token of 5000 characters"):
+        ControlSpellings(["x" * 5000])
+    with pytest.raises(LoadError, match="each begin the next"):
+        ControlSpellings("x" * n for n in range(1, 1025))
 
 
 def test_a_thousand_control_tokens_that_begin_alike_cost_no_more_than_a_few() -> None:

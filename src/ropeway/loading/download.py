@@ -30,7 +30,20 @@ class RemoteFile:
     url: str
     size: int | None = None
     sha256: str | None = None
-    """What its source says the content is; None: it doesn't say."""
+    """What its source says the content is, in lower-case hex; None: it doesn't say."""
+
+    def __post_init__(self) -> None:
+        """Sources are not trusted: raises ``LoadError`` naming the URL for a field that is not what it should be. The
+        hash becomes part of paths in the store."""
+        if not isinstance(self.name, str):
+            raise LoadError(f"{self.url} is listed with {self.name!r} for a file name")
+        if self.size is not None and (type(self.size) is not int or self.size < 0):
+            raise LoadError(f"{self.url} is listed with {self.size!r} for a size in bytes")
+        if self.sha256 is not None:
+            sha256 = str(self.sha256).lower()
+            if not _SHA256.fullmatch(sha256):
+                raise LoadError(f"{self.url} is listed with {self.sha256!r} for a SHA-256, which has 64 hex digits")
+            object.__setattr__(self, "sha256", sha256)
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,7 @@ class _Transfer:
         etag = response.headers.get("ETag")
         self._etag = etag if etag and not etag.startswith("W/") else None
         for hop in (*response.history, response):
-            linked = hop.headers.get("X-Linked-ETag", "").strip('"')
+            linked = hop.headers.get("X-Linked-ETag", "").strip('"').lower()
             if self.expected is None and _SHA256.fullmatch(linked):
                 self.expected = linked
 

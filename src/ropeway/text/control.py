@@ -17,8 +17,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
+from os.path import commonprefix
 from typing import Any
 
+from ropeway.errors import LoadError
+
+MAX_SPELLING = 1024
+"""Most characters of a control token."""
 _STRUCTURE = frozenset({"role", "type"})
 """Keys whose values, when plain names, templates compare with or build control tokens of (``<|user|>``)."""
 _NAME = re.compile(r"[\w.-]{1,64}")
@@ -28,11 +33,17 @@ class ControlSpellings:
     """The spellings of a tokenizer's control tokens. Immutable."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
+        """Raises ``LoadError`` for a spelling beyond ``MAX_SPELLING``, and for hundreds that each begin the next."""
         known = {spelling for spelling in spellings if spelling}
+        self._longest = max(map(len, known), default=0)
+        if self._longest > MAX_SPELLING:
+            raise LoadError(f"the tokenizer has a special token of {self._longest} characters; at most {MAX_SPELLING}")
         self._first = frozenset(spelling[0] for spelling in known)
         self._prefixes = frozenset(spelling[:n] for spelling in known for n in range(1, len(spelling)))
-        self._longest = max(map(len, known), default=0)
-        self._any = re.compile(_pattern(known)) if known else None
+        try:
+            self._any = re.compile(_pattern(known)) if known else None
+        except RecursionError as error:
+            raise LoadError("the tokenizer has too many special tokens that each begin the next one") from error
 
     def found_in(self, text: str) -> bool:
         return self._any is not None and self._any.search(text) is not None
@@ -73,19 +84,17 @@ class ControlSpellings:
 def _pattern(words: Iterable[str]) -> str:
     """A regular expression for the longest of ``words``, as a tree of their common beginnings: vocabularies have up to
     a thousand control tokens that begin alike, and one after the other would be tried at every ``<``."""
+    words = list(words)
+    shared = commonprefix(words)  # noqa: RUF071 (these are no paths)
     rests: dict[str, list[str]] = {}
-    ends = False
     for word in words:
-        if word:
-            rests.setdefault(word[0], []).append(word[1:])
-        else:
-            ends = True
+        rest = word[len(shared) :]
+        rests.setdefault(rest[:1], []).append(rest)
+    ends = rests.pop("", None) is not None
     if not rests:
-        return ""
-    branches = "|".join(re.escape(first) + _pattern(rest) for first, rest in sorted(rests.items()))
-    if ends:
-        return f"(?:{branches})?"
-    return f"(?:{branches})" if len(rests) > 1 else branches
+        return re.escape(shared)
+    branches = "|".join(_pattern(rest) for _, rest in sorted(rests.items()))
+    return f"{re.escape(shared)}(?:{branches})" + ("?" if ends else "")
 
 
 class Marks:

@@ -118,9 +118,15 @@ class Tokenizer:
         alone: one spelled in a message, a name or a tool is encoded as the text it is. All other text is tokenised as
         in the whole rendered string."""
         marks = Marks()
-        marked_messages = self._spellings.mark(normalise_messages(messages), marks)
-        marked_tools = self._spellings.mark(list(tools), marks) if tools else None
-        marked_kwargs = self._spellings.mark(kwargs, marks)
+        try:
+            marked_messages = self._spellings.mark(normalise_messages(messages), marks)
+            marked_tools = self._spellings.mark(list(tools), marks) if tools else None
+            marked_kwargs = self._spellings.mark(kwargs, marks)
+        except RecursionError as error:
+            raise InvalidRequest(
+                "messages, tools or variables of the chat template are nested too deeply; send flatter ones",
+                param="messages",
+            ) from error
         text = self._render(marked_messages, marked_tools, add_generation_prompt, continue_final_message, marked_kwargs)
         if not marks.used:
             return self.encode(text, add_special_tokens=False)

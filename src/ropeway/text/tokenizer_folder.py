@@ -61,12 +61,10 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
 def _declare_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
     """Make special what the configuration calls so. A token the vocabulary lacks is added only where its id is the
     next one: an id of our own choosing would mean nothing to the model."""
-    for id_text, spec in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        known = backend.token_to_id(spec["content"])
-        if known == int(id_text) or (known is None and int(id_text) == backend.get_vocab_size()):
-            flags = {name: spec[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in spec}
-            token = tokenizers.AddedToken(spec["content"], special=bool(spec.get("special")), **flags)
-            (backend.add_special_tokens if spec.get("special") else backend.add_tokens)([token])
+    for id_, token in _added_tokens(config):
+        known = backend.token_to_id(token.content)
+        if known == id_ or (known is None and id_ == backend.get_vocab_size()):
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
     listed = [entry for name in _LISTED for entry in _entries(config.get(name))]
     spellings = [*named.values(), *(text for entry in listed if (text := _spelling(entry)) is not None)]
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -77,6 +75,18 @@ def _declare_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any
             if text not in special and backend.token_to_id(text) is not None
         ]
     )
+
+
+def _added_tokens(config: dict[str, Any]) -> list[tuple[int, tokenizers.AddedToken]]:
+    """``added_tokens_decoder``, by ascending id."""
+    added: dict[int, tokenizers.AddedToken] = {}
+    try:
+        for id_text, spec in (config.get("added_tokens_decoder") or {}).items():
+            flags = {name: spec[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in spec}
+            added[int(id_text)] = tokenizers.AddedToken(spec["content"], special=bool(spec.get("special")), **flags)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise LoadError(f"tokenizer_config.json: added_tokens_decoder is invalid: {error!r}") from error
+    return sorted(added.items())
 
 
 def _surround(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
@@ -98,7 +108,10 @@ def _surround(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, str]) -> Iterator[int]:
     config = _read_json(folder / "config.json")
-    sources = (_read_json(folder / "generation_config.json"), config, config.get("text_config", {}))
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, dict):
+        raise LoadError(f"{folder / 'config.json'}: text_config must be an object or null, not {nested!r}")
+    sources = (_read_json(folder / "generation_config.json"), config, nested)
     for source in sources:
         for id_ in _entries(source.get("eos_token_id")):
             if isinstance(id_, int):
@@ -113,18 +126,30 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     templates: dict[str, str] = {}
     if isinstance(inline, str):
         templates["default"] = inline
-    elif isinstance(inline, list):
-        templates.update({entry["name"]: entry["template"] for entry in inline})
-    elif isinstance(inline, dict):
-        templates.update(inline)
+    elif isinstance(inline, list | dict):
+        templates.update(_named_templates(inline))
     legacy = _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(legacy, str):
         templates["default"] = legacy
     for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if path.is_file():
             name = "default" if path.parent == folder else path.stem
-            templates[name] = path.read_text(encoding="utf-8")
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise LoadError(f"{path} cannot be read as UTF-8 text: {error}") from error
     return templates
+
+
+def _named_templates(inline: list[Any] | dict[str, Any]) -> dict[str, str]:
+    """From a list of objects with ``name`` and ``template``, or a table."""
+    try:
+        named = inline if isinstance(inline, dict) else {entry["name"]: entry["template"] for entry in inline}
+    except (LookupError, TypeError) as error:
+        raise LoadError(f"tokenizer_config.json: chat_template is invalid: {error!r}") from error
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise LoadError("tokenizer_config.json: chat_template must hold names and templates as text")
+    return named
 
 
 def _entries(value: Any) -> list[Any]:
@@ -149,7 +174,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path} must hold a JSON object")
