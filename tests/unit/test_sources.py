@@ -1,7 +1,7 @@
 import io
 import json
 import multiprocessing
-import os
+import random
 import shutil
 import socket
 import struct
@@ -20,15 +20,16 @@ from ropeway.loading.sources import BuiltinModel, HubModel, PackagedModel, Place
 from ropeway.loading.store import MANIFEST
 from tests.support.model_hub import ModelHub, model_hub, sha256, wheel
 
-GGUF = os.urandom(300_000)
+_RANDOM = random.Random(0)
+GGUF = _RANDOM.randbytes(300_000)
 FILES = {
     "config.json": b"{}",
     "tokenizer.json": b'{"a": 1}',
     "merges.txt": b"a b",
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
-    "model-00001-of-00002.safetensors": os.urandom(1000),
-    "model-00002-of-00002.safetensors": os.urandom(2000),
+    "model-00001-of-00002.safetensors": _RANDOM.randbytes(1000),
+    "model-00002-of-00002.safetensors": _RANDOM.randbytes(2000),
     "model.safetensors.index.json": b"{}",
     "consolidated.safetensors": b"the same again",
     "pytorch_model.bin": b"pickle",
@@ -183,7 +184,7 @@ def test_a_file_damaged_afterwards_is_fetched_again(hub: ModelHub, places: Place
 
 
 def test_one_file_of_several_is_named_with_all_its_parts(hub: ModelHub, places: Places) -> None:
-    parts = {f"big-0000{n}-of-00003.gguf": os.urandom(100) for n in (1, 2, 3)}
+    parts = {f"big-0000{n}-of-00003.gguf": _RANDOM.randbytes(100) for n in (1, 2, 3)}
     hub.hf["org/many"] = {"small.gguf": b"small", **parts}
     with pytest.raises(LoadError, match=r"several models; name one.*small\.gguf"):
         resolve("org/many", places=places)
@@ -325,8 +326,9 @@ def test_a_download_given_up_is_resumed_by_the_next_run(hub: ModelHub, places: P
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "on the redirect"])
 def test_a_wrong_hash_names_both_and_leaves_nothing(hub: ModelHub, places: Places, listed: bool) -> None:
     hub.listed_hashes = listed
-    hub.faults.tamper = lambda content: content[:-1] + b"?"
-    with pytest.raises(LoadError, match=f"{sha256(GGUF[:-1] + b'?')}, not {sha256(GGUF)}"):
+    damaged = GGUF[:-1] + bytes([GGUF[-1] ^ 1])
+    hub.faults.tamper = lambda content: damaged
+    with pytest.raises(LoadError, match=f"{sha256(damaged)}, not {sha256(GGUF)}"):
         resolve("org/one", places=places)
     assert parts_left(places) == []
     hub.faults.tamper = lambda content: content
