@@ -289,8 +289,8 @@ class Scheduler:
         return -(-tokens // self.pool.block_size)
 
     def _make_room(self, count: int, slot: int, rows: PlanRows) -> bool:
-        """Preempt until ``count`` blocks are available to the request in ``slot``. False, and nobody preempted,
-        when those that may give way hold too few."""
+        """Preempt until ``count`` blocks are available to the request in ``slot``. False when those that may give
+        way hold too few; nobody is preempted then, unless blocks they share turn out to stay with others."""
         missing = count - self.pool.available
         if missing <= 0:
             return True
