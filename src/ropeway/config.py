@@ -39,6 +39,13 @@ class CacheConfig:
     """Type of stored keys and values; auto: fp32 for float32 models, else bf16."""
     prefix_cache: bool = True
     """Share full blocks between requests with the same prefix."""
+    swap_space: float = 0.0
+    """GiB of host memory for copies of blocks: those of swapped requests, and of cached prefixes. On a CPU this is the
+    same memory as the pool's, so by default there is none."""
+    disk_cache: str | None = None
+    """Folder that keeps cached prefixes over restarts; needs swap_space, through which its blocks go."""
+    disk_space: float = 16.0
+    """Most GiB of blocks in disk_cache; the longest unused make room."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,38 @@ class SchedulerConfig:
     """Token budget of a step."""
     chunked_prefill: bool = True
     """Cut prompts to what the budget leaves; off: a prompt is computed in one step, before any decode."""
+    step_budget: Literal["constant", "tpot"] = "constant"
+    """constant: max_batched_tokens every step; tpot: at most what keeps a step within the tightest TPOT target among
+    the running requests, by step times measured so far."""
+    policy: Literal["fcfs", "priority", "deadline", "shortest"] = "priority"
+    """Who goes first. fcfs: who came first; priority: the higher tier, waiting ages; deadline: who must start first to
+    meet its tier's TTFT target; shortest: who is predicted to take the least, waiting ages."""
+    batching: Literal["continuous", "dynamic", "static"] = "continuous"
+    """continuous: a freed seat is filled at the next step; static: whoever waits when all seats are empty forms a batch
+    that runs until its last request ends; dynamic: the same, but a batch that isn't full waits for batch_window_s."""
+    batch_window_s: float = 0.1
+    """dynamic: how long the first of a batch waits for others."""
+    padded_rows: bool = False
+    """static and dynamic: go on computing the rows of finished requests until the batch ends, as engines without
+    ragged batches do."""
+    admission: Literal["greedy", "watermark", "profile"] = "profile"
+    """When a waiting request gets blocks. greedy: its known tokens fit; watermark: and a share of the pool stays free;
+    profile: and the future need of all running requests, predicted from observed output lengths, fits."""
+    watermark: float = 0.05
+    """Share of the pool that admission by watermark leaves free."""
+    admission_quantile: float = 0.9
+    """profile: share of the predicted futures that must fit into the pool."""
+    length_profile: str | None = None
+    """File that keeps observed output lengths over restarts."""
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    """What happens to a request that must give way. swap: its blocks are copied to swap_space (recompute when that is
+    full); recompute: they are dropped; auto: whatever is predicted to cost less."""
+    tiers: str | None = None
+    """TOML, YAML or JSON file with the service tiers, highest first; default: interactive, standard, batch."""
+    aging_s: float = 10.0
+    """policy priority: seconds of waiting that make up for one unit of a tier's weight."""
+    shed: bool = True
+    """Refuse a request at once (429) when its tier's TTFT target is predicted to be missed by waiting."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +106,9 @@ class EngineConfig:
     docs/kernels.md shows."""
     async_scheduling: bool = True
     """The host plans and settles while the device runs."""
+    late_planning: bool = True
+    """With async_scheduling: plan just before the running step is predicted to end, so that an arrival waits for the
+    rest of one step, not of two."""
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,31 @@ class QueueFull(RopewayError):
     kind = "rate_limit_error"
     default_code = "queue_full"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
+
+
+class Shed(QueueFull):
+    """Waiting would have made the request miss its tier's target; nothing of it was computed."""
+
+    default_code = "shed"
+
+
+class QueueTimeout(QueueFull):
+    """The request waited for its first seat as long as its tier allows."""
+
+    status = 503
+    kind = "service_unavailable_error"
+    default_code = "queue_timeout"
+
+
+class DeadlineExceeded(RopewayError):
+    """The request's own deadline passed before it was done."""
+
+    status = 504
+    kind = "timeout_error"
+    default_code = "deadline_exceeded"
 
 
 class Draining(RopewayError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ropeway.request import FinishReason
+from ropeway.request import FinishReason, Timeline
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, eq=False):
@@ -23,13 +23,23 @@ class LogprobColumns(msgspec.Struct, frozen=True, eq=False):
     """float32 [m, k]."""
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request is not served, or not to its end."""
+
+    error: str
+    """Name of the error class of ``ropeway.errors``."""
+    message: str
+    retry_after_s: float | None = None
+
+
 class Finished(msgspec.Struct, frozen=True):
     id: int
     reason: FinishReason
     end_token: int | None = None
     """The end token or stop token id met, the last one of the output."""
-    error: str | None = None
+    refusal: Refusal | None = None
     """For ``FinishReason.ERROR``: what happened."""
+    timeline: Timeline | None = None
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -49,3 +59,5 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
     finished: list[Finished] = []
     started: list[Started] = []
     logprobs: LogprobColumns | None = None
+    accepted: list[int] = []
+    """Requests that were put into the queue; the others of their message are in ``finished``, refused."""

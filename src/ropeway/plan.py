@@ -8,7 +8,7 @@ table, sampling parameters), so a plan says only what changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ropeway.outcome import LogprobColumns
 from ropeway.request import SamplingParams
 
 Ints = NDArray[np.int32]
+NO_COPIES: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +34,13 @@ class Seat:
     end_ids: tuple[int, ...]
     """Masked until ``params.min_tokens`` tokens exist."""
     blocks: Ints
-    """int32: blocks found in the prefix cache, in position order; its block table starts with them."""
+    """int32: blocks that hold its first keys and values (found in the prefix cache, or copied back by this plan), in
+    position order; its block table starts with them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One step. Rows are in batch order; seats are applied first."""
+    """One step. Rows are in batch order. Copies come first, then seats, then the rows."""
 
     seq: int
     """Steps are numbered without gaps; they run in this order."""
@@ -57,6 +59,10 @@ class Plan:
     new_block_count: Ints
     """int32 [rows]."""
     seats: tuple[Seat, ...] = ()
+    to_host: Ints = field(default_factory=lambda: NO_COPIES)
+    """int32 [m, 2]: (device block, host block) to copy before anything else."""
+    to_device: Ints = field(default_factory=lambda: NO_COPIES)
+    """int32 [m, 2]: (host block, device block) to copy after that."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,3 +77,7 @@ class Result:
     """int32 [samples.sum()]: one per sampling row, in row order."""
     logprobs: LogprobColumns | None = None
     """``row`` indexes ``token_ids``."""
+    elapsed_s: float = 0.0
+    """What the step took on the device, copies not counted; 0: not measured."""
+    copy_s: float = 0.0
+    """What its copies took."""

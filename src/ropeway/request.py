@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 import sys
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -35,6 +36,9 @@ class FinishReason(enum.StrEnum):
     """The client went away or cancelled."""
     ERROR = "error"
     """The engine failed."""
+
+
+Phase = Literal["queued", "prefill", "decode", "preempted", "swapped"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,14 +163,53 @@ def _surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
+class Timeline(msgspec.Struct, kw_only=True):
+    """Where a request's time went, in seconds by the engine's clock; the phases follow each other without gaps, so they
+    sum to the time from its arrival to its end (or to now)."""
+
+    tier: str = ""
+    phase: Literal["queued", "prefill", "decode", "preempted", "swapped", "finished"] = "queued"
+    """What it does now."""
+    queued_s: float = 0.0
+    """Until its first seat."""
+    prefill_s: float = 0.0
+    """Seated, until its next token is computed: the first one, or the next after a preemption."""
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    """Without a seat, its blocks dropped."""
+    swapped_s: float = 0.0
+    """Without a seat, its blocks in host memory."""
+    waits: dict[str, float] = {}
+    """Of the time without a seat, how much was for want of ``slots``, ``blocks`` or ``budget`` (its own or that of
+    those before it), because a higher ``tier`` was first, for a ``gate`` (a sibling's prefill, a prefix on its way from
+    disk), or until the next ``step`` was planned."""
+    preemptions: dict[str, int] = {}
+    """How often it was preempted, by ``swap`` and ``recompute``."""
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return self.queued_s + self.prefill_s + self.decode_s + self.preempted_s + self.swapped_s
+
+
 class Gate:
-    """What a waiting request waits for before it may be seated: a sibling's prefill, an arriving prefix,
-    a compiled grammar. A gate holds no device blocks. It opens once and stays open."""
+    """What a waiting request waits for before it may be seated: a sibling's prefill, a prefix on its way from disk, a
+    compiled grammar. A gate holds no device blocks. It opens once and stays open."""
 
     __slots__ = ("open",)
 
     def __init__(self) -> None:
         self.open = False
+
+
+@dataclass(slots=True, eq=False)
+class Swapped:
+    """A request's keys and values while it has no seat: pinned host blocks, one for each block it held."""
+
+    host_blocks: list[int]
+    computed: int
+    """Positions [0, computed) are in them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,14 +236,29 @@ class Request:
     keys: list[bytes] | None = None
     """Prefix-cache keys: the root (tenant, adapter), then one per leading full block known so far.
     None: its blocks are not shared."""
-    order: int = 0
-    """Place in the queue; kept over preemptions."""
+    private: bool = False
+    """Its blocks are shared with its siblings only, so they are not worth keeping."""
+    tier: int = 0
+    """Rank of its tier; 0 is the highest."""
+    tenant: str = ""
+    arrival_s: float = 0.0
+    """On the engine's clock, as all times here."""
+    deadline_s: float | None = None
+    """When it is given up."""
     leader: Request | None = None
     """For n > 1: the sibling whose prefill this one shares; its gate opens with that prefill's end."""
+
+    order: int = 0
+    """How many came before it."""
+    urgency: float = 0.0
+    """The policy's key: lower goes first, then lower ``order``; fixed for its life."""
     gate: Gate | None = None
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first seated."""
+    fetched_blocks: int = 0
+    """Blocks of its prefix that were asked of the disk when it came."""
     preemptions: int = 0
+    swapped: Swapped | None = None
     slot: int = -1
     """Its seat, or -1."""
     unsettled: int = 0
@@ -210,10 +268,35 @@ class Request:
     """Siblings whose gates open when this request's prompt has been computed."""
     published: int = 0
     """Leading blocks of its seat that are findable under their keys."""
+    length_class: int = 0
+    """Handle of its output-length profile."""
+    luck: float = 0.0
+    """In [0, 1): which quantile of its length distribution its predicted length is."""
+    predicted_tokens: int = 0
+    """Its output length as predicted when it came."""
+    expected_ttft_s: float | None = None
+    """Its time to first token as predicted when it came; None: nobody was ahead of it."""
+    phase: Phase = "queued"
+    since_s: float = 0.0
+    """When the phase began."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """Without the phase it is in."""
+    waits_from: tuple[float, ...] = ()
+    """The waiting accounts of its tier when it last lost or did not yet have a seat."""
 
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def started(self) -> bool:
+        """Whether it has had a seat."""
+        return self.cached_tokens is not None
+
+    @property
+    def gated(self) -> bool:
+        """Whether it waits for a gate to open."""
+        return self.gate is not None and not self.gate.open
 
 
 @dataclass(slots=True)

@@ -197,11 +197,11 @@ def _merge(values: dict[str, Any], origins: dict[str, Origin], given: Given) -> 
 
 
 def _from_file(file: Path) -> Given:
-    content = _read(file)
+    content = read_file(file, "config")
     sections_by_name = {s.name for s in dataclasses.fields(Config)}
     for section, fields in content.items():
         if section not in sections_by_name:
-            hint = _nearest(str(section), sections_by_name)
+            hint = nearest(str(section), sections_by_name)
             if str(section) in settings():
                 hint = f"; it belongs into section {settings()[str(section)].section}"
             raise ConfigError(f"{file}: there is no section {section!r}{hint}", param=str(section))
@@ -212,14 +212,16 @@ def _from_file(file: Path) -> Given:
         known = {name: s for name, s in settings().items() if s.section == section}
         for name, value in fields.items():
             if name not in known:
-                hint = _nearest(str(name), known)
+                hint = nearest(str(name), known)
                 if name in settings():
                     hint = f"; it belongs into section {settings()[name].section}"
                 raise ConfigError(f"{file}: section {section} has no field {name!r}{hint}", param=str(name))
             yield known[name], value, Origin(1, f"{section}.{name} in {file}")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_file(file: Path, param: str) -> dict[str, Any]:
+    """The table in a TOML, YAML or JSON file, by its ending; an empty file is an empty table. Raises ``ConfigError``
+    about the setting ``param``."""
     readers: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
         ".yaml": yaml.safe_load,
@@ -228,17 +230,17 @@ def _read(file: Path) -> dict[str, Any]:
     }
     reader = readers.get(file.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{file}: a configuration file must end in {', '.join(readers)}", param="config")
+        raise ConfigError(f"{file}: the file for {param} must end in {', '.join(readers)}", param=param)
     try:
         content = reader(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", param="config") from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", param=param) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid {file.suffix[1:].upper()}: {error}", param="config") from error
+        raise ConfigError(f"{file} is not valid {file.suffix[1:].upper()}: {error}", param=param) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold sections of fields, not {type(content).__name__}", param="config")
+        raise ConfigError(f"{file} must hold a table of fields, not {type(content).__name__}", param=param)
     return content
 
 
@@ -252,19 +254,20 @@ def _from_environment(environ: Mapping[str, str], notes: list[str]) -> Given:
             yield by_variable[variable], value, Origin(2, f"environment variable {variable}")
         elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in _OTHER_VARIABLES:
             # Not an error: other programs (Kubernetes' service links, say) make such names, too.
-            notes.append(f"environment variable {variable} names no setting{_nearest(variable, by_variable)}; ignored")
+            notes.append(f"environment variable {variable} names no setting{nearest(variable, by_variable)}; ignored")
 
 
 def _from_given(given: Mapping[str, Any], given_as: Literal["flag", "argument"]) -> Given:
     for name, value in given.items():
         setting = settings().get(name)
         if setting is None:
-            raise ConfigError(f"there is no setting {name!r}{_nearest(name, settings())}", param=name)
+            raise ConfigError(f"there is no setting {name!r}{nearest(name, settings())}", param=name)
         is_flag = given_as == "flag" and name not in _POSITIONAL
         yield setting, value, Origin(3, setting.flag if is_flag else f"argument {name}")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question to end a complaint about an unknown name with; empty when no known one is like it."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -331,10 +334,20 @@ _AT_LEAST: Mapping[str, float] = {
     "management_port": 0,
     "max_queue": 0,
     "drain_timeout_s": 0,
+    "swap_space": 0,
+    "watermark": 0,
+    "batch_window_s": 0,
 }
-_ABOVE: Mapping[str, float] = {"kv_memory": 0, "max_body_mb": 0}
-_AT_MOST: Mapping[str, float] = {"port": 65535, "management_port": 65535, "threads": 1024, "max_body_mb": 65536}
-_NOT_EMPTY = ("model", "host", "api_key", "served_model_name")
+_ABOVE: Mapping[str, float] = {"kv_memory": 0, "max_body_mb": 0, "disk_space": 0, "admission_quantile": 0, "aging_s": 0}
+_AT_MOST: Mapping[str, float] = {
+    "port": 65535,
+    "management_port": 65535,
+    "threads": 1024,
+    "max_body_mb": 65536,
+    "watermark": 0.9,
+    "admission_quantile": 1,
+}
+_NOT_EMPTY = ("model", "host", "api_key", "served_model_name", "disk_cache", "length_profile", "tiers")
 
 
 def _check_ranges(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
@@ -385,6 +398,27 @@ def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[s
         weaker, stronger = sorted((blocks, memory), key=lambda name: origins[name].rank)
         notes.append(f"{weaker} (from {origins[weaker]}) is overridden by {stronger} (from {origins[stronger]})")
         values[weaker], origins[weaker] = None, Origin(0, f"overridden by {stronger}")
+
+    def needs(name: str, off: Any, other: str, why: str) -> None:
+        """``name`` cannot be had as long as ``other`` is what it is. It gives way if that was said with more
+        authority."""
+        if origins[other].rank <= origins[name].rank:
+            clash(name, other, why)
+        shown = "unset" if off is None else off
+        notes.append(
+            f"{name} changed from {values[name]} (from {origins[name]}) to {shown} to go with {other} {values[other]} "
+            f"(from {origins[other]})"
+        )
+        values[name], origins[name] = off, Origin(0, f"adjusted to {other}")
+
+    if values["preemption"] == "swap" and not values["swap_space"]:
+        needs("preemption", "recompute", "swap_space", "swapped requests need room; give swap_space")
+    if values["disk_cache"] is not None and not values["swap_space"]:
+        needs("disk_cache", None, "swap_space", "blocks go to disk through host memory; give swap_space")
+    if values["disk_cache"] is not None and not values["prefix_cache"]:
+        needs("disk_cache", None, "prefix_cache", "what is kept on disk are cached prefixes")
+    if values["padded_rows"] and values["batching"] == "continuous":
+        needs("padded_rows", False, "batching", "only static and dynamic batches have rows to pad")
 
     port, management = "port", "management_port"
     if values[management] is None and values[port] == 65535:

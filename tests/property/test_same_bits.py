@@ -1,24 +1,36 @@
 """Same request, same bits, on a real (tiny) model and the native kernels: tokens and log-probabilities do not
-depend on the batch, chunking, preemption, prefix hits, asynchronous scheduling or seats taken over."""
+depend on the batch, chunking, preemption by swap or recompute, tiers, prefixes found on the device, in host memory or
+on disk, asynchronous scheduling or seats taken over.
+
+A failure prints the command that replays it; with a seed it is
+
+    python -m pytest tests/property/test_same_bits.py --hypothesis-seed=N
+"""
 
 from __future__ import annotations
 
 import functools
+import tempfile
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.devices.base import KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
+from ropeway.execution.disk import DiskStore, Layout
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
 from ropeway.loading.open import open_checkpoint
@@ -28,6 +40,7 @@ from ropeway.outcome import StepOutput
 from ropeway.parallel.communicator import SingleProcess
 from ropeway.request import SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
+from ropeway.tiers import DEFAULT_TIERS
 from tests.support.devices import device
 from tests.support.tiny_models import tiny_checkpoint
 
@@ -36,6 +49,7 @@ END = 2
 MODELS = {"llama": "fp32", "qwen2-sliding": "bf16", "qwen3": "bf16"}
 WORKLOADS = 150
 """Per model."""
+ON_DISK = 8
 seen: Counter[str] = Counter()
 
 Outcome = tuple[list[int], list[float]]
@@ -48,20 +62,45 @@ def load(name: str) -> Model:
 
 
 class Bench:
-    """An engine around a loaded model, its cache and token rows filled with poison."""
+    """An engine around a loaded model, its cache, host memory and token rows filled with poison."""
 
-    def __init__(self, name: str, blocks: int, block_size: int, config: SchedulerConfig, prefix_cache: bool) -> None:
-        model = load(name)
+    def __init__(
+        self,
+        name: str,
+        blocks: int,
+        block_size: int,
+        config: SchedulerConfig,
+        prefix_cache: bool,
+        host_blocks: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        model, cpu = load(name), device("cpu")
         kv: KVDtype = "fp32" if model.dtype == "fp32" else "bf16"
-        cache = device("cpu").kv_cache(model.num_layers, blocks, model.num_kv_heads, model.head_dim, block_size, kv)
+        sizes = model.num_layers, model.num_kv_heads, model.head_dim
+        cache = cpu.kv_cache(sizes[0], blocks, *sizes[1:], block_size, kv)
         cache.data.fill(0xFF)  # type: ignore[attr-defined]  # NaN in either type
+        memory = cpu.host_blocks(host_blocks, cpu.kv_block_bytes(*sizes, block_size, kv)) if host_blocks else None
+        self.store: DiskStore | None = None
+        self.host: HostTier | None = None
+        if memory is not None:
+            memory.fill(0xFF)
+            if folder is not None:
+                layout = Layout("ab" * 32, kv, "cpu-1", block_size, *sizes)
+                self.store = DiskStore(folder, layout, memory, 1 << 30)
+            self.host = HostTier(BlockPool(host_blocks, block_size), self.store)
         max_len = min(MAX_LEN, blocks * block_size)
         worker = Worker(
-            device("cpu"), model, cache, max_num_seqs=config.max_num_seqs, max_model_len=max_len, vocab_size=160
+            cpu,
+            model,
+            cache,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_len,
+            vocab_size=160,
+            host=memory,
         )
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
-        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len)
+        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len, host=self.host)
         self.engine = Engine(
             self.scheduler,
             LocalExecutor(worker),
@@ -79,8 +118,10 @@ class Bench:
                 self.logprobs.setdefault(int(output.ids[row]), []).append(chosen)
 
 
-def new_request(request_id: int, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> NewRequest:
-    return NewRequest(id=request_id, prompt=np.array(prompt, dtype=np.int32), params=params, seed=seed)
+def new_request(
+    request_id: int, prompt: tuple[int, ...], params: SamplingParams, seed: int, tier: int = 0
+) -> NewRequest:
+    return NewRequest(id=request_id, prompt=np.array(prompt, dtype=np.int32), params=params, seed=seed, tier=tier)
 
 
 @functools.cache
@@ -101,6 +142,7 @@ class Arrival:
     step: int
     prompt: tuple[int, ...]
     params: SamplingParams
+    tier: int
     abort_after: int | None
 
 
@@ -112,6 +154,8 @@ class Workload:
     budget: int
     chunked: bool
     prefix_cache: bool
+    preemption: Literal["auto", "swap", "recompute"]
+    host_blocks: int
     aheads: tuple[int, ...]
     arrivals: tuple[Arrival, ...]
 
@@ -145,6 +189,8 @@ workloads = st.builds(
     budget=st.integers(6, 64),
     chunked=st.sampled_from([True, True, True, False]),
     prefix_cache=st.sampled_from([True, True, False]),
+    preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
+    host_blocks=st.sampled_from([40, 100, 6, 0]),
     aheads=st.lists(st.sampled_from([0, 1, 1]), min_size=1, max_size=4).map(tuple),
     arrivals=st.lists(
         st.builds(
@@ -152,6 +198,7 @@ workloads = st.builds(
             step=st.integers(0, 12),
             prompt=prompts,
             params=params,
+            tier=st.integers(0, len(DEFAULT_TIERS) - 1),
             abort_after=st.sampled_from([None, None, None, None, 2, 7]),
         ),
         min_size=1,
@@ -160,14 +207,28 @@ workloads = st.builds(
 )
 
 
-def run(name: str, workload: Workload) -> None:
+def crowded(preemption: Literal["swap", "recompute"]) -> Workload:
+    """Sure to run out of seats and of blocks, and to find prefixes again."""
+    some = functools.partial(SamplingParams, temperature=0.7, ignore_eos=True, logprobs=0)
+    low = [Arrival(0, (*SHARED[:9], last), some(max_tokens=16), 2, None) for last in (50, 51, 52)]
+    high = [Arrival(4, (60 + first, *range(70, 84)), some(max_tokens=9), 0, None) for first in (0, 1)]
+    again = Arrival(6, (*SHARED[:9], 53), some(max_tokens=4), 1, None)
+    gone = Arrival(0, (99, 98, 97), some(max_tokens=20), 1, 5)
+    return Workload(9, 4, 4, 32, True, True, preemption, 100, (1, 1, 0), (*low, *high, again, gone))
+
+
+def run(name: str, workload: Workload, folder: Path | None = None) -> None:
     config = SchedulerConfig(
         max_num_seqs=min(workload.max_num_seqs, workload.budget),
         max_batched_tokens=workload.budget,
         chunked_prefill=workload.chunked,
+        admission="greedy",
+        preemption=workload.preemption,
+        shed=False,
     )
-    bench = Bench(name, workload.blocks, workload.block_size, config, workload.prefix_cache)
-    engine, scheduler = bench.engine, bench.scheduler
+    host_blocks = workload.host_blocks if folder is None else max(workload.host_blocks, 8)
+    bench = Bench(name, workload.blocks, workload.block_size, config, workload.prefix_cache, host_blocks, folder)
+    engine, scheduler, host = bench.engine, bench.scheduler, bench.host
     max_len = engine.max_model_len
     todo = sorted(enumerate(workload.arrivals), key=lambda x: x[1].step)
     aborted: set[int] = set()
@@ -175,15 +236,27 @@ def run(name: str, workload: Workload) -> None:
     while todo or engine.has_work:
         while todo and todo[0][1].step <= step:
             index, arrival = todo.pop(0)
-            engine.submit([new_request(index, arrival.prompt, arrival.params, seed=index % 3)])
+            engine.submit([new_request(index, arrival.prompt, arrival.params, index % 3, arrival.tier)])
         for index, arrival in enumerate(workload.arrivals):
             due = arrival.abort_after is not None and arrival.step + arrival.abort_after == step
-            if due and scheduler.abort(index, "disconnect"):
+            if due and scheduler.abort(index, "disconnect", engine.clock()):
                 aborted.add(index)
         engine.step(workload.aheads[step % len(workload.aheads)])
         scheduler.check()
+        if scheduler.stuck and bench.store is not None:
+            time.sleep(0.0005)
         step += 1
         assert step < 2000, "livelock"
+    if host is not None:
+        until = time.monotonic() + 10
+        while host.pool.live:
+            assert time.monotonic() < until, "a host block is held"
+            host.poll()
+            time.sleep(0.0005)
+        seen["swapped in"] += host.swaps_in
+    if bench.store is not None:
+        bench.store.close()
+        seen["disk hits"] += scheduler.prefixes.disk_hits
     for index, arrival in enumerate(workload.arrivals):
         if len(arrival.prompt) >= min(max_len, len(arrival.prompt) + (arrival.params.max_tokens or 0)):
             assert index not in bench.tokens
@@ -196,8 +269,12 @@ def run(name: str, workload: Workload) -> None:
         assert got_logprobs == want_logprobs
     seen["workloads"] += 1
     seen["requests"] += len(workload.arrivals)
-    seen["preemptions"] += scheduler.preemptions
+    for ledger in scheduler.lifecycle.ledgers:
+        seen["swaps"] += ledger.preemptions["swap"]
+        seen["recomputations"] += ledger.preemptions["recompute"]
+        seen["seats taken"] += ledger.preemptions["admission"]
     seen["prefix hits"] += scheduler.prefixes.hits
+    seen["host hits"] += scheduler.prefixes.host_hits
     seen["aborts"] += len(aborted)
     seen["wasted rows"] += sum(scheduler.wasted_rows.values())
 
@@ -209,10 +286,40 @@ def run(name: str, workload: Workload) -> None:
 def test_tokens_and_logprobs_equal_those_of_the_request_alone(name: str) -> None:
     torch.manual_seed(0)
 
-    @settings(max_examples=WORKLOADS, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=WORKLOADS,
+        deadline=None,
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(workloads)
+    @example(crowded("swap"))
+    @example(crowded("recompute"))
     def check(workload: Workload) -> None:
         run(name, workload)
+
+    check()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logprobs_are_the_same_over_a_disk_that_an_earlier_engine_has_filled(name: str) -> None:
+    torch.manual_seed(0)
+
+    @settings(
+        max_examples=ON_DISK,
+        deadline=None,
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(workloads)
+    def check(workload: Workload) -> None:
+        first = Arrival(0, SHARED[:12], SamplingParams(max_tokens=2), 0, None)
+        workload = replace(workload, prefix_cache=True, arrivals=(first, *workload.arrivals))
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(2):
+                run(name, workload, Path(folder))
 
     check()
 
@@ -220,5 +327,8 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(name: str) -> None
 def test_the_workloads_went_through_everything() -> None:
     print(dict(seen))
     assert seen["workloads"] >= 200
-    for event in ("preemptions", "prefix hits", "aborts", "wasted rows"):
+    for event in (
+        *("swaps", "swapped in", "recomputations", "seats taken", "prefix hits", "host hits", "disk hits"),
+        *("aborts", "wasted rows"),
+    ):
         assert seen[event] > 0, event

@@ -1,213 +1,273 @@
-"""Any mix of arrivals, chunking, pool sizes, prefix hits, preemptions and aborts, synchronous or not: every
-request gets the tokens it gets alone, and the scheduler's invariants hold after every step."""
+"""Any mix of arrivals, tiers, policies, pool sizes, prefix hits, preemptions, swaps, disk faults and aborts,
+synchronous or not: every request that is served gets the tokens it gets alone, and the scheduler's invariants hold
+after every step.
+
+A workload follows from a number, so that no two are alike. A failing one is reduced, and printed with the command that
+replays it:
+
+    python -m pytest tests/property/test_step_loop.py --hypothesis-seed=N
+"""
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableSequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from random import Random
+from typing import Literal
 
-import numpy as np
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ropeway.cache.pool import BlockPool
-from ropeway.config import SchedulerConfig
-from ropeway.engine.engine import Engine
-from ropeway.engine.messages import NewRequest
-from ropeway.outcome import StepOutput
-from ropeway.request import FinishReason, SamplingParams
-from ropeway.scheduling.scheduler import Scheduler
-from tests.support.fake_device import END, VOCAB, FakeDevice, alone
+from ropeway.execution.disk import DiskStore, Layout
+from tests.support.fake_device import LAYERS, HostArray, HostBlock
+from tests.support.fake_store import FakeStore
+from tests.support.setups import AHEADS, PURPOSES, SECONDS, random_arrival, random_setup
+from tests.support.world import Arrival, Setup, World
 
-MAX_LEN = 48
-WORKLOADS = 600
+WORKLOADS = int(__import__("os").environ.get("WL", "600"))
+ON_A_REAL_DISK = 8
+REDUCTIONS = 400
+ABORTS = (None,) * 20 + (0, 2, 5, 10, 20)
 seen: Counter[str] = Counter()
 """What the workloads of this module have gone through."""
+on_disk: Counter[str] = Counter()
+"""And those over a real disk."""
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Event:
+    """A call that comes before a step, and may be given up later."""
+
     step: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    salt: bytes
+    arrival: Arrival
     abort_after: int | None
 
 
 @dataclass(frozen=True)
+class Disk:
+    seed: int
+    faults: float
+    capacity: int
+
+
+@dataclass(frozen=True)
 class Workload:
-    blocks: int
-    block_size: int
-    max_num_seqs: int
-    budget: int
-    chunked: bool
-    prefix_cache: bool
+    setup: Setup
+    disk: Disk | None
+    """Needs host blocks."""
+    restart: bool
+    """Whether the second half of the calls goes to a second engine, which finds what the first one left on disk."""
+    abort_when: Literal["swapped", "loading"] | None
+    """The first one found in this state is given up."""
     aheads: tuple[int, ...]
-    arrivals: tuple[Arrival, ...]
+    seconds: tuple[float, ...]
+    events: tuple[Event, ...]
 
 
-SHARED = tuple(range(1, 33))
-ids = st.integers(1, VOCAB - 1)
-prompts = st.one_of(
-    st.lists(ids, min_size=1, max_size=12).map(tuple),
-    st.tuples(st.integers(1, 32), st.lists(ids, max_size=4)).map(lambda x: (*SHARED[: x[0]], *x[1])),
-)
-params = st.builds(
-    lambda n, most, least, logprobs, ignore, stops: SamplingParams(
-        n=n, max_tokens=most, min_tokens=min(least, most), logprobs=logprobs, ignore_eos=ignore, stop_token_ids=stops
-    ),
-    st.sampled_from([1, 1, 1, 2, 3]),
-    st.integers(1, 24),
-    st.sampled_from([0, 0, 3, 20]),
-    st.sampled_from([None, 1]),
-    st.booleans(),
-    st.lists(ids, max_size=6, unique=True).map(tuple),
-)
-arrivals = st.builds(
-    Arrival,
-    step=st.integers(0, 30),
-    prompt=prompts,
-    params=params,
-    salt=st.sampled_from([b"", b"", b"a"]),
-    abort_after=st.sampled_from([None, None, None, None, 0, 1, 3, 9]),
-)
-workloads = st.builds(
-    Workload,
-    blocks=st.integers(12, 40),
-    block_size=st.sampled_from([1, 2, 4, 8]),
-    max_num_seqs=st.integers(1, 8),
-    budget=st.integers(8, 64),
-    chunked=st.booleans(),
-    prefix_cache=st.sampled_from([True, True, False]),
-    aheads=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4).map(tuple),
-    arrivals=st.lists(arrivals, min_size=1, max_size=16).map(tuple),
-)
-
-
-class Client:
-    """Collects what the engine says, and checks that it never speaks of a request that has ended."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
-        self.finished: dict[int, FinishReason] = {}
-        self.cached: dict[int, int] = {}
-
-    def receive(self, output: StepOutput) -> None:
-        for started in output.started:
-            assert started.id not in self.cached, "started twice"
-            assert not self.tokens[started.id]
-            self.cached[started.id] = started.cached_tokens
-        for request, token in zip(output.ids.tolist(), output.tokens.tolist(), strict=True):
-            assert request not in self.finished, "a token after the end"
-            self.tokens[request].append(token)
-        if output.logprobs is not None:
-            for row, chosen in zip(output.logprobs.row.tolist(), output.logprobs.chosen.tolist(), strict=True):
-                self.logprobs.setdefault(int(output.ids[row]), []).append(chosen)
-        for finished in output.finished:
-            assert finished.id not in self.finished, "finished twice"
-            self.finished[finished.id] = finished.reason
-
-
-def run(workload: Workload) -> None:
-    pool = BlockPool(workload.blocks, workload.block_size)
-    config = SchedulerConfig(
-        max_num_seqs=min(workload.max_num_seqs, workload.budget),
-        max_batched_tokens=workload.budget,
-        chunked_prefill=workload.chunked,
+def workload_of(seed: int, purpose: str | None = None) -> Workload:
+    random = Random(seed)
+    purpose = purpose or random.choice(PURPOSES)
+    setup = random_setup(random, purpose)
+    disk = None
+    if setup.host_blocks and (purpose == "disk" or random.random() < 0.4):
+        faults, capacity = random.choice((0.0, 0.1, 0.4)), random.choice((4, 12, 1000, 1000))
+        disk = Disk(random.getrandbits(30), faults, capacity)
+    some = range(random.randint(1, 4))
+    last = random.choice((0, 4, 15, 30))
+    return Workload(
+        setup=setup,
+        disk=disk,
+        restart=random.random() < 0.7,
+        abort_when=random.choice((None, None, None, "swapped", "loading")),
+        aheads=tuple(random.choice(AHEADS) for _ in some),
+        seconds=tuple(random.choice(SECONDS) for _ in some),
+        events=tuple(
+            Event(
+                random.randint(0, last),
+                random_arrival(random, purpose),
+                random.choice((None,) * 20 + (0, 2, 5, 10, 20)),
+            )
+            for _ in range(random.randint(1, 20))
+        ),
     )
-    max_len = min(MAX_LEN, workload.blocks * workload.block_size)
-    scheduler = Scheduler(config, pool, max_len)
-    client = Client()
-    device = FakeDevice(workload.blocks, workload.block_size)
-    engine = Engine(
-        scheduler,
-        device,
-        client.receive,
-        max_model_len=max_len,
-        end_ids=(END,),
-        prefix_cache=workload.prefix_cache,
-    )
-    todo = sorted(enumerate(workload.arrivals), key=lambda x: x[1].step)
-    requests: dict[int, tuple[Arrival, NewRequest]] = {}
+
+
+def run(workload: Workload) -> Counter[str]:
+    """All engines' lives, one after the other; what has happened in them."""
+    setup, disk = workload.setup, workload.disk
+    happened = Counter[str]()
+    held: dict[bytes, HostBlock] = {}
+    halves = [workload.events]
+    if disk is not None and workload.restart:
+        middle = len(workload.events) // 2
+        halves = [workload.events[:middle], workload.events[middle:]]
+        happened["restarts"] += 1
+
+    def store_of(host: MutableSequence[HostBlock | None]) -> FakeStore:
+        assert disk is not None
+        return FakeStore(host, random=Random(disk.seed), faults=disk.faults, capacity=disk.capacity, held=held)
+
+    for events in halves:
+        world = World(setup, None if disk is None else store_of)
+        live(world, workload, events)
+        world.check_end()
+        world.close()
+        happened.update(world.seen)
+    return happened
+
+
+def live(world: World, workload: Workload, events: tuple[Event, ...], *, wait_s: float = 0.0) -> None:
+    """``wait_s``: how long to wait for others when there is nothing to do."""
+    todo = sorted(events, key=lambda event: event.step)
     aborts: dict[int, int] = {}
-    aborted: set[int] = set()
-    step = 0
-    while todo or engine.has_work:
-        while todo and todo[0][1].step <= step:
-            index, arrival = todo.pop(0)
-            group = [
-                NewRequest(
-                    id=index * 10 + i,
-                    prompt=np.array(arrival.prompt, dtype=np.int32),
-                    params=arrival.params,
-                    seed=index * 7 + i,
-                    salt=arrival.salt,
-                    leader=None if i == 0 else index * 10,
-                    group=arrival.params.n > 1,
-                )
-                for i in range(arrival.params.n)
-            ]
-            for new in group:
-                requests[new.id] = (arrival, new)
-                client.tokens[new.id] = []
-                if arrival.abort_after is not None:
-                    aborts[new.id] = step + arrival.abort_after
-            engine.submit(group)
-        for request in [r for r, when in aborts.items() if when <= step]:
-            del aborts[request]
-            if request not in client.finished:
-                aborted.add(request)
-                engine.abort([request], "disconnect")
-        engine.step(workload.aheads[step % len(workload.aheads)])
-        scheduler.check()
-        assert scheduler.seats.taken <= config.max_num_seqs
-        assert engine.has_work or not len(scheduler.waiting)
-        step += 1
+    while todo or world.engine.has_work:
+        step = world.steps
+        while todo and todo[0].step <= step:
+            event = todo.pop(0)
+            for request_id in world.submit(event.arrival):
+                if event.abort_after is not None:
+                    aborts[request_id] = step + event.abort_after
+        for request_id in [r for r, when in aborts.items() if when <= step]:
+            del aborts[request_id]
+            if world.records[request_id].live:
+                world.abort(request_id)
+        if workload.abort_when is not None and (found := world.find(workload.abort_when)) is not None:
+            world.abort(found)
+            workload = replace(workload, abort_when=None)
+        world.step(workload.aheads[step % len(workload.aheads)], workload.seconds[step % len(workload.seconds)])
+        if step % 4 == 0:
+            world.check_timelines()
+            world.check_stats()
+        if wait_s and world.scheduler.stuck:
+            time.sleep(wait_s)
         assert step < 4000, "livelock"
-    assert pool.live == 0
-    assert pool.free + pool.cached == pool.num_blocks
-    check_outputs(requests, client, aborted, max_len)
+
+
+def smaller(workload: Workload) -> Iterator[Workload]:
+    """What might fail in the same way and is easier to understand."""
+    events, setup, plain = workload.events, workload.setup, Setup()
+    for i in range(len(events)):
+        yield replace(workload, events=events[:i] + events[i + 1 :])
+    yield replace(workload, disk=None)
+    yield replace(workload, restart=False)
+    yield replace(workload, abort_when=None)
+    yield replace(workload, aheads=(0,))
+    yield replace(workload, aheads=(1,))
+    yield replace(workload, seconds=(0.0,))
+    for field in fields(Setup):
+        yield replace(workload, setup=replace(setup, **{field.name: getattr(plain, field.name)}))
+    for i, event in enumerate(events):
+        arrival = event.arrival
+        for other in (
+            replace(event, step=0),
+            replace(event, abort_after=None),
+            *(
+                replace(event, arrival=replace(arrival, **{name: getattr(Arrival((), arrival.params), name)}))
+                for name in ("salt", "tier", "tenant", "early_s", "timeout_s")
+            ),
+        ):
+            yield replace(workload, events=(*events[:i], other, *events[i + 1 :]))
+
+
+def reduced(workload: Workload, error: type[BaseException]) -> Workload:
+    """A smaller workload with the same error."""
+    tries = REDUCTIONS
+    progress = True
+    while progress:
+        progress = False
+        for candidate in smaller(workload):
+            if candidate == workload:
+                continue
+            tries -= 1
+            if tries < 0:
+                return workload
+            try:
+                run(candidate)
+            except error:
+                workload, progress = candidate, True
+                break
+            except Exception:
+                continue
+    return workload
+
+
+@settings(
+    max_examples=WORKLOADS,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+@given(st.integers(0, (1 << 48) - 1))
+def test_every_request_gets_the_tokens_it_gets_alone(seed: int) -> None:
+    workload = workload_of(seed)
+    try:
+        seen.update(run(workload))
+    except Exception as error:
+        error.add_note(f"reduced: {reduced(workload, type(error))}")
+        raise
     seen["workloads"] += 1
-    seen["preemptions"] += scheduler.preemptions
-    seen["prefix hits"] += scheduler.prefixes.hits
-    seen["aborts"] += len(aborted)
-    seen["cut prompts"] += device.cut_rows
-    seen["wasted rows"] += sum(scheduler.wasted_rows.values())
 
 
-def check_outputs(
-    requests: dict[int, tuple[Arrival, NewRequest]],
-    client: Client,
-    aborted: set[int],
-    max_len: int,
+@pytest.mark.parametrize("seed", range(ON_A_REAL_DISK))
+def test_every_request_gets_the_tokens_it_gets_alone_over_a_disk_whose_files_are_damaged(
+    seed: int, tmp_path: Path
 ) -> None:
-    for request, (arrival, new) in requests.items():
-        limit = min(max_len, len(arrival.prompt) + (arrival.params.max_tokens or max_len))
-        end_ids = (() if arrival.params.ignore_eos else (END,)) + arrival.params.stop_token_ids
-        tokens = client.tokens[request]
-        if len(arrival.prompt) >= limit:
-            assert client.finished[request] is FinishReason.ERROR or request in aborted
-            continue
-        want = alone(arrival.prompt, arrival.params, new.seed, end_ids, limit)
-        if request in aborted:
-            assert tokens == want[: len(tokens)]
-            continue
-        assert tokens == want
-        assert client.finished[request] is (FinishReason.STOP if want[-1] in end_ids else FinishReason.LENGTH)
-        if arrival.params.logprobs is not None:
-            assert client.logprobs[request] == [-float(t) for t in want]
-        assert client.cached[request] <= len(arrival.prompt) - 1
+    random = Random(seed)
+    workload = workload_of(seed, "disk")
+    setup = workload.setup
+    layout = Layout("ab" * 32, "fp32", "fake-1", setup.block_size, layers=LAYERS, kv_heads=1, head_dim=1)
+    middle = len(workload.events) // 2
+    for events in (workload.events[:middle], workload.events[middle:], workload.events):
+        memory = HostArray(setup.host_blocks, setup.block_size)
+        with closing(DiskStore(tmp_path, layout, memory.data, 1 << 20)) as store:
+            world = World(setup, lambda host, store=store: store, memory)
+            live(world, workload, events, wait_s=0.0005)
+            world.check_end(wait=lambda: time.sleep(0.002))
+            world.close()
+            on_disk.update(saved=store.saved, loaded=store.loaded, errors=store.errors)
+        for path in sorted(tmp_path.rglob("*.kv")):
+            if random.random() < 0.2:
+                damage(path, random)
 
 
-@settings(max_examples=WORKLOADS, deadline=None, suppress_health_check=list(HealthCheck))
-@given(workloads)
-def test_every_request_gets_the_tokens_it_gets_alone(workload: Workload) -> None:
-    run(workload)
+def damage(path: Path, random: Random) -> None:
+    """What disks and people do to files."""
+    content = bytearray(path.read_bytes())
+    match random.randrange(4):
+        case 0:
+            path.unlink()
+        case 1:
+            path.write_bytes(content[: random.randrange(len(content))])
+        case 2:
+            content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+            path.write_bytes(content)
+        case _:
+            shutil.copy(random.choice(sorted(path.parent.parent.rglob("*.kv"))), path.with_suffix(".other"))
+            path.with_suffix(".other").replace(path)
+
+
+def test_the_damaged_disk_was_used() -> None:
+    print(dict(on_disk))
+    for event in ("saved", "loaded", "errors"):
+        assert on_disk[event] > 0, event
 
 
 def test_the_workloads_went_through_everything() -> None:
-    print(dict(seen))
-    assert seen["workloads"] >= 500
-    for event in ("preemptions", "prefix hits", "aborts", "wasted rows", "cut prompts"):
+    print(dict(sorted(seen.items())))
+    assert seen["workloads"] >= WORKLOADS * 0.9
+    for event in (
+        *("prefix hits", "cut prompts", "wasted: end_token", "wasted: disconnect", "wasted: refused"),
+        *("swapped out", "swapped in", "swap preemptions", "recompute preemptions", "admission preemptions"),
+        *("shed", "queue_full", "queue_timeout", "deadline_exceeded", "wasted: padding"),
+        *("host hits", "disk hits", "disk loads", "failed disk loads", "failed disk saves", "restarts"),
+        *("aborts", "aborts while swapped", "aborts while a prefix is loaded", "aborts of siblings"),
+    ):
         assert seen[event] > 0, event

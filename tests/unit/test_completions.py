@@ -7,8 +7,8 @@ import pytest
 
 from ropeway.engine.client import Delta, Usage
 from ropeway.engine.completions import CompletionText, Router
-from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
-from ropeway.request import FinishReason, SamplingParams
+from ropeway.outcome import Finished, LogprobColumns, Refusal, Started, StepOutput
+from ropeway.request import FinishReason, SamplingParams, Timeline
 from tests.support.scripted_engine import EOS, scripted_tokenizer
 
 TOKENIZER = scripted_tokenizer()
@@ -75,6 +75,15 @@ def test_a_stop_string_across_tokens_is_found_and_never_shown_before(include: bo
 
 def test_a_beginning_of_a_stop_string_at_the_end_is_text_after_all() -> None:
     assert text(push_all(completion(stop=("three times",)), TOKENS)) == TEXT
+
+
+def test_where_the_time_went_comes_with_the_last_delta_unless_a_stop_string_ended_it_before() -> None:
+    timeline = Timeline(decode_s=1.0)
+    each = completion()
+    assert each.push(TOKENS[0], None, None).timeline is None
+    assert each.push(TOKENS[1], None, Finished(1, FinishReason.LENGTH, timeline=timeline)).timeline is timeline
+    stopped = push_all(completion(stop=(TEXT[:3],)), TOKENS)[-1]
+    assert (stopped.finish_reason, stopped.timeline) == (FinishReason.STOP, None)
 
 
 def test_half_a_character_is_never_shown_not_even_at_the_end() -> None:
@@ -185,8 +194,15 @@ def test_late_messages_about_a_dropped_completion_are_ignored() -> None:
 
 def test_a_failure_without_a_token_reaches_its_owner() -> None:
     router, _ = routed()
-    ((owner, delta),), _ = router.receive(step({}, finished=[Finished(1, FinishReason.ERROR, error="too long")]))
-    assert (owner, delta.finish_reason, delta.error) == ("owner 1", FinishReason.ERROR, "too long")
+    refusal, timeline = Refusal("QueueTimeout", "too long"), Timeline(queued_s=3.0)
+    finished = Finished(1, FinishReason.ERROR, refusal=refusal, timeline=timeline)
+    ((owner, delta),), _ = router.receive(step({}, finished=[finished]))
+    assert (owner, delta.finish_reason, delta.refusal, delta.timeline) == (
+        "owner 1",
+        FinishReason.ERROR,
+        refusal,
+        timeline,
+    )
     assert len(router) == 0
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,6 +17,7 @@ from ropeway.outcome import StepOutput
 from ropeway.plan import Plan, Result
 from ropeway.request import FinishReason, SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
+from ropeway.tiers import DEFAULT_TIERS, Tier, find_tier
 from tests.support.fake_device import END, FakeDevice, alone
 from tests.support.line import TOKEN
 
@@ -56,11 +61,14 @@ class Bench:
         budget: int = 64,
         seats: int = 8,
         prefix_cache: bool = True,
+        tiers: Sequence[Tier] = DEFAULT_TIERS,
     ) -> None:
         max_len = min(128, blocks * block_size)
         config = SchedulerConfig(max_num_seqs=seats, max_batched_tokens=budget)
         self.said: list[StepOutput] = []
-        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len)
+        self.now = 0.0
+        """The engine's clock; the test moves it."""
+        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len, tiers=tiers)
         self.engine = Engine(
             self.scheduler,
             executor,
@@ -68,12 +76,19 @@ class Bench:
             max_model_len=max_len,
             end_ids=(END,),
             prefix_cache=prefix_cache,
+            clock=lambda: self.now,
         )
 
-    def submit(self, request_id: int, prompt: list[int], **params: object) -> NewRequest:
-        params = {"max_tokens": 4, "ignore_eos": True, **params}
+    def submit(self, request_id: int, prompt: list[int], *, tier: str = "standard", **fields: Any) -> NewRequest:
+        """``fields``: of ``NewRequest`` or of ``SamplingParams``."""
+        of_request = {name: fields.pop(name) for name in ("deadline_s", "arrival_s", "tenant") if name in fields}
         new = NewRequest(
-            id=request_id, prompt=np.array(prompt, dtype=np.int32), params=SamplingParams(**params), seed=request_id
+            id=request_id,
+            prompt=np.array(prompt, dtype=np.int32),
+            params=SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **fields}),
+            seed=request_id,
+            tier=find_tier(self.scheduler.tiers, tier),
+            **of_request,
         )
         self.engine.submit([new])
         return new
@@ -158,9 +173,11 @@ def test_what_cannot_fit_is_refused_at_once_with_the_numbers_and_stops_nobody(
     else:
         (refused,) = bench.said[0].finished
         assert refused.reason is FinishReason.ERROR
-        assert refused.error is not None
+        assert refused.refusal is not None
+        assert refused.refusal.error == "ContextLengthExceeded"
+        assert refused.refusal.retry_after_s is None, "no later time is better"
         for number in (f"{length} tokens", "16"):
-            assert number in refused.error
+            assert number in refused.refusal.message
         bench.run(ahead=1)
     assert bench.finish(2) is FinishReason.LENGTH
 
@@ -295,3 +312,154 @@ def test_a_request_that_starts_while_another_of_its_prefix_ends_never_reads_what
             assert bench.tokens(new.id) == alone(new.prompt.tolist(), new.params, new.seed, (), 37)
         bench.said.clear()
     assert bench.scheduler.prefixes.hits > 200 * 32
+
+
+# ---------------------------------------------------------------------- what is told besides tokens
+
+
+def test_what_is_accepted_is_told_at_once_and_before_any_step() -> None:
+    recorder = Recorder()
+    bench = Bench(recorder)
+    bench.submit(1, [5, 6])
+    bench.submit(2, [5] * 500)
+    bench.submit(3, [7])
+    assert [output.accepted for output in bench.said] == [[1], [], [3]]
+    assert [[f.id for f in output.finished] for output in bench.said] == [[], [2], []]
+    assert all(len(output.ids) == len(output.tokens) == 0 for output in bench.said)
+    assert recorder.calls == []
+
+
+def test_of_one_message_the_accepted_and_the_refused_are_told_together() -> None:
+    bench = Bench(FakeDevice(32, 4), seats=1, tiers=(Tier(name="standard", max_queue=2),))
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [[5, 6], [7], [8] * 300, [9], [10]]
+    bench.engine.submit(
+        NewRequest(id=i, prompt=np.array(prompt, dtype=np.int32), params=params, seed=i)
+        for i, prompt in enumerate(prompts)
+    )
+    (told,) = bench.said
+    assert told.accepted == [0, 1, 3]  # one for the vacant seat, two for the queue
+    assert [(f.id, f.refusal.error) for f in told.finished if f.refusal is not None] == [
+        (2, "ContextLengthExceeded"),
+        (4, "QueueFull"),
+    ]
+    bench.run(ahead=1)
+    assert bench.tokens(0) == alone([5, 6], params, 0, (), 6)
+
+
+def test_whoever_ends_is_told_where_its_time_went() -> None:
+    bench = Bench(FakeDevice(32, 4), seats=1, tiers=(Tier(name="standard", queue_limit_s=3.0),))
+    bench.submit(1, [5, 6], max_tokens=9)
+    bench.submit(2, [7, 8])
+    bench.submit(3, [5] * 500)
+    while bench.engine.has_work:
+        bench.now += 1.0
+        bench.engine.step(1)
+    ends = {f.id: f for output in bench.said for f in output.finished}
+    assert sorted(ends) == [1, 2, 3]
+    timelines = [f.timeline for f in ends.values()]
+    assert all(timeline is not None and timeline.phase == "finished" for timeline in timelines)
+    served, refused = ends[1].timeline, ends[2].timeline
+    assert served is not None
+    assert refused is not None
+    assert (served.queued_s, served.total_s, served.output_tokens) == (1.0, 10.0, 9)
+    assert (refused.queued_s, refused.total_s) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_request_whose_deadline_passes_is_told_before_the_next_step_and_says_nothing_after(ahead: int) -> None:
+    bench = Bench(FakeDevice(32, 4))
+    bench.submit(1, [5, 6], max_tokens=50, deadline_s=3.5)
+    stays = bench.submit(2, [7, 8], max_tokens=9)
+    for _ in range(4):
+        bench.now += 1.0
+        bench.engine.step(ahead)
+    (finished,) = [f for output in bench.said for f in output.finished]
+    assert (finished.id, finished.reason) == (1, FinishReason.ERROR)
+    assert finished.refusal is not None
+    assert finished.refusal.error == "DeadlineExceeded"
+    before = bench.tokens(1)
+    bench.run(ahead)
+    assert bench.tokens(1) == before
+    assert bench.tokens(2) == alone([7, 8], stays.params, 2, (), 11)
+    assert bench.scheduler.pool.live == 0
+
+
+def test_explain_tells_of_requests_under_way_only() -> None:
+    bench = Bench(FakeDevice(32, 4), seats=1)
+    bench.submit(1, [5, 6], max_tokens=1)
+    bench.submit(2, [5, 6], max_tokens=9, tier="batch")
+    bench.submit(3, [5, 6], max_tokens=9, tier="batch")
+    for _ in range(3):
+        bench.now += 1.0
+        bench.engine.step(0)
+    bench.engine.drain()
+    told = bench.engine.explain([1, 2, 3, 99])
+    assert {i: (timeline.tier, timeline.phase) for i, timeline in told.items()} == {
+        2: ("batch", "decode"),
+        3: ("batch", "queued"),
+    }
+    assert told[3].queued_s == 3.0
+
+
+def test_stats_are_told_per_tier() -> None:
+    bench = Bench(FakeDevice(32, 4), seats=1, tiers=(Tier(name="high", weight=1.0), Tier(name="low", max_queue=1)))
+    bench.submit(1, [5, 6], max_tokens=6, tier="low")
+    bench.engine.step(0)
+    bench.submit(2, [5, 6], max_tokens=2, tier="high")
+    bench.engine.step(0)
+    bench.submit(3, [5, 6], tier="low")  # the one that gave way is waiting there
+    tiers = bench.engine.stats().tiers
+    assert list(tiers) == ["high", "low"]
+    assert (tiers["high"].running, tiers["high"].waiting) == (1, 0)
+    assert (tiers["low"].running, tiers["low"].waiting) == (0, 1)
+    assert tiers["low"].preemptions == {"recompute": 1, "admission": 1}
+    assert tiers["low"].refused == {"queue_full": 1}
+    bench.run(ahead=1)
+    tiers = bench.engine.stats().tiers
+    assert [(tier.finished, tier.output_tokens) for tier in tiers.values()] == [(1, 2), (1, 6)]
+    assert all(tier.predicted_tokens > 0 for tier in tiers.values())
+    assert bench.engine.stats().preemptions == 1
+
+
+def test_a_padded_batch_leaves_an_idle_engine_behind() -> None:
+    device = FakeDevice(32, 4)
+    bench = Bench(device)
+    bench.scheduler.config = dataclasses.replace(bench.scheduler.config, batching="static", padded_rows=True)
+    bench.submit(1, [5, 6], max_tokens=2)
+    bench.submit(2, [7, 8], max_tokens=7)
+    bench.run(ahead=1)
+    assert bench.scheduler.pool.live == 0
+    assert bench.scheduler.wasted_rows["padding"] >= 5
+    assert not bench.engine.has_work
+
+
+class InterruptedWork(RecordedWork):
+    """Waiting for its result is interrupted once, as by Ctrl-C."""
+
+    interrupted = False
+
+    def result(self) -> Result:
+        if self.plan.seq == 1 and not InterruptedWork.interrupted:
+            InterruptedWork.interrupted = True
+            raise KeyboardInterrupt
+        return super().result()
+
+
+class InterruptedRecorder(Recorder):
+    def forward(self, plan: Plan) -> RecordedWork:
+        super().forward(plan)
+        return InterruptedWork(self.calls, plan)
+
+
+def test_an_interrupted_wait_loses_no_step() -> None:
+    recorder = InterruptedRecorder()
+    bench = Bench(recorder)
+    bench.submit(1, [5, 6], max_tokens=4)
+    bench.engine.step(1)
+    with pytest.raises(KeyboardInterrupt):
+        bench.engine.step(1)
+    bench.engine.drain()
+    bench.run(ahead=1)
+    assert bench.tokens(1) == [TOKEN] * 4
+    assert [call for call in recorder.calls if call.startswith("settle")] == [f"settle {i}" for i in (1, 2, 3, 4)]

@@ -13,6 +13,8 @@ from ropeway.config import CacheConfig, Config, ServerConfig
 from ropeway.engine.messages import (
     Abort,
     EngineInfo,
+    Explain,
+    Explained,
     Failed,
     FromEngine,
     NewRequest,
@@ -20,13 +22,15 @@ from ropeway.engine.messages import (
     Start,
     Stats,
     Submit,
+    TierStats,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
     encode,
 )
-from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
-from ropeway.request import FinishReason, SamplingParams
+from ropeway.outcome import Finished, LogprobColumns, Refusal, Started, StepOutput
+from ropeway.request import FinishReason, SamplingParams, Timeline
+from ropeway.tiers import DEFAULT_TIERS
 
 EVERY_FIELD = SamplingParams(
     n=2,
@@ -54,6 +58,19 @@ LOGPROBS = LogprobColumns(
     top_ids=np.array([[3, 4]], dtype=np.int32),
     top=np.array([[-0.25, -np.inf]], dtype=np.float32),
 )
+TIMELINE = Timeline(
+    tier="batch",
+    phase="swapped",
+    queued_s=0.5,
+    prefill_s=0.25,
+    decode_s=1.5,
+    preempted_s=0.125,
+    swapped_s=3.0,
+    waits={"slots": 0.5, "blocks": 3.0},
+    preemptions={"swap": 1, "recompute": 2},
+    output_tokens=7,
+    cached_tokens=16,
+)
 TO_ENGINE: list[ToEngine] = [
     Start(Config(), "/m"),
     Start(Config(cache=CacheConfig(kv_memory=0.5), server=ServerConfig(api_key="k")), "/m", [2, 7], 400),
@@ -62,11 +79,21 @@ TO_ENGINE: list[ToEngine] = [
         [
             NewRequest(id=1, prompt=np.arange(5, dtype=np.int32), params=EVERY_FIELD, seed=2**64 - 1, group=True),
             NewRequest(
-                id=2, prompt=np.arange(1, dtype=np.int32), params=SamplingParams(), seed=0, salt=b"\x00\xff", leader=1
+                id=2,
+                prompt=np.arange(1, dtype=np.int32),
+                params=SamplingParams(),
+                seed=0,
+                salt=b"\x00\xff",
+                leader=1,
+                tier=2,
+                tenant="grüße",
+                arrival_s=12.25,
+                deadline_s=1e300,
             ),
         ]
     ),
     Abort([1, 2**62], "disconnect"),
+    Explain([1, 2**62]),
     Shutdown(),
 ]
 FROM_ENGINE: list[FromEngine] = [
@@ -74,12 +101,35 @@ FROM_ENGINE: list[FromEngine] = [
     StepOutput(
         ids=np.array([1, 2**40], dtype=np.int64),
         tokens=np.array([5, 6], dtype=np.int32),
-        finished=[Finished(1, FinishReason.STOP, 5), Finished(3, FinishReason.ERROR, error="why")],
+        finished=[
+            Finished(1, FinishReason.STOP, 5, timeline=TIMELINE),
+            Finished(3, FinishReason.ERROR, refusal=Refusal("Shed", "why", retry_after_s=2.5)),
+        ],
         started=[Started(1, 16)],
         logprobs=LOGPROBS,
+        accepted=[4, 2**40],
     ),
-    Stats(running=1, waiting=2, wasted_rows={"end_token": 3}),
-    EngineInfo(model="m", vocab_size=400, max_model_len=64, num_blocks=9, block_size=16, max_num_seqs=8, load_s=0.5),
+    Stats(
+        running=1,
+        waiting=2,
+        wasted_rows={"end_token": 3},
+        tiers={"batch": TierStats(swapped=1, refused={"shed": 2}, preemptions={"swap": 3}, predicted_tokens=40)},
+        disk_failure="read-only",
+        reservation=0.25,
+    ),
+    EngineInfo(
+        model="m",
+        vocab_size=400,
+        max_model_len=64,
+        num_blocks=9,
+        block_size=16,
+        max_num_seqs=8,
+        load_s=0.5,
+        tiers=list(DEFAULT_TIERS),
+        warnings=["there is no swap_space"],
+    ),
+    Explained({}),
+    Explained({1: TIMELINE, 2**40: Timeline()}),
     Failed("OutOfMemory", "no room"),
 ]
 
@@ -94,6 +144,8 @@ def same(one: Any, other: Any) -> bool:
         return all(same(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     return bool(one == other)
 
 

@@ -101,7 +101,7 @@ def test_a_certain_length_limit_costs_no_row_too_many() -> None:
     first = line.plan()
     second = line.plan()  # two steps ahead of what is known
     third = line.plan()
-    assert line.scheduler.plan() is None
+    assert line.scheduler.plan(line.now) is None
     for plan in (first, second, third):
         line.settle(plan)
     assert line.outputs == {1: [TOKEN] * 3}
@@ -175,7 +175,7 @@ def test_one_with_a_row_in_the_plan_is_no_victim_of_that_plan() -> None:
     line = Line(blocks=5, budget=16)
     older, younger = line.add(8, 4), line.add(3, 12)
     line.step()
-    line.scheduler._preempt(older.slot)
+    line.scheduler.preemption.preempt(older.slot, line.now)
     line.scheduler.config = dataclasses.replace(line.scheduler.config, max_batched_tokens=2)
     for _ in range(8):  # a decode of the younger one and a token of the older one's prompt
         assert line.order(line.step()) == [younger.id, older.id]
@@ -228,8 +228,8 @@ def test_a_preempted_request_is_not_seated_while_a_step_of_it_is_in_flight() -> 
     requests = [line.add(7, 2), line.add(7, 2), line.add(7, 5)]
     line.step()
     flying = line.plan()
-    line.scheduler._preempt(requests[2].slot)
-    assert line.scheduler.plan() is None  # there is room, but its token is under way
+    line.scheduler.preemption.preempt(requests[2].slot, line.now)
+    assert line.scheduler.plan(line.now) is None  # there is room, but its token is under way
     line.settle(flying, {3: 99})
     (seat,) = line.plan().seats
     assert seat.token_ids.tolist()[7:] == [TOKEN, 99]
@@ -294,7 +294,7 @@ def test_a_leader_that_is_aborted_hands_its_prefill_to_one_sibling() -> None:
     line = Line(budget=4)
     leader, heir, *others = line.add_group(PROMPT, 4, prefix_cache=True)
     line.step()
-    line.scheduler.abort(leader.id, "cancel")
+    line.scheduler.abort(leader.id, "cancel", line.now)
     line.step()
     assert heir.slot >= 0
     assert all(other.slot < 0 for other in others)
@@ -363,7 +363,7 @@ def test_siblings_go_on_when_the_leader_is_aborted(seated: bool) -> None:
     line = Line()
     leader, *siblings = line.add_group(PROMPT, 3, prefix_cache=True)
     plan = line.plan() if seated else None
-    assert line.scheduler.abort(leader.id, "cancel")
+    assert line.scheduler.abort(leader.id, "cancel", line.now)
     if plan is not None:
         assert len(line.settle(plan).ids) == 0
     line.run()
@@ -417,9 +417,9 @@ def test_an_abort_frees_everything_at_once_whatever_the_request_is_doing(steps: 
     request = line.add(20, 9)
     for _ in range(steps):
         line.step()
-    plan = line.scheduler.plan()
-    assert line.scheduler.abort(request.id, "disconnect")
-    assert not line.scheduler.abort(request.id, "disconnect")
+    plan = line.scheduler.plan(line.now)
+    assert line.scheduler.abort(request.id, "disconnect", line.now)
+    assert not line.scheduler.abort(request.id, "disconnect", line.now)
     assert line.pool.live == 0
     assert plan is not None
     output = line.settle(plan)
@@ -434,7 +434,7 @@ def test_one_that_waits_can_be_aborted() -> None:
     line = Line(seats=1)
     line.add(4), line.add(4)
     line.step()
-    assert line.scheduler.abort(2, "cancel")
+    assert line.scheduler.abort(2, "cancel", line.now)
     line.run()
     assert list(line.outputs) == [1]
-    assert not line.scheduler.abort(99, "cancel")
+    assert not line.scheduler.abort(99, "cancel", line.now)

@@ -139,6 +139,23 @@ def test_truth_in_the_environment(word):
         ("model", " ", "not be empty"),
         ("served_model_name", "a,,b", "empty name"),
         ("max_model_len", 0, "at least 1"),
+        ("swap_space", -0.5, "at least 0"),
+        ("swap_space", float("inf"), "a number"),
+        ("disk_cache", "", "not be empty"),
+        ("disk_space", 0, "above 0"),
+        ("watermark", -0.1, "at least 0"),
+        ("watermark", 0.95, "at most 0.9"),
+        ("admission_quantile", 0, "above 0"),
+        ("admission_quantile", 1.5, "at most 1"),
+        ("aging_s", 0, "above 0"),
+        ("batch_window_s", -1, "at least 0"),
+        ("length_profile", " ", "not be empty"),
+        ("tiers", "", "not be empty"),
+        ("policy", "lifo", "fcfs, priority, deadline, shortest"),
+        ("batching", "continuos", "continuous, dynamic, static"),
+        ("admission", "optimistic", "greedy, watermark, profile"),
+        ("preemption", "kill", "auto, swap, recompute"),
+        ("step_budget", "variable", "constant, tpot"),
     ],
 )
 def test_values_out_of_range_are_refused_naming_the_flag(name, value, rule):
@@ -161,6 +178,50 @@ def test_of_sequences_and_tokens_the_defaulted_one_gives_way_with_a_note():
     many_seqs = merged({"max_num_seqs": 4096})
     assert many_seqs.config.scheduler.max_batched_tokens == 4096
     assert "max_batched_tokens" in many_seqs.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"preemption": "swap"}, ["preemption swap", "--preemption", "swap_space 0.0", "give swap_space"]),
+        ({"preemption": "swap", "swap_space": 0}, ["preemption swap", "--swap-space"]),
+        ({"disk_cache": "/kv"}, ["disk_cache /kv", "swap_space 0.0", "give swap_space"]),
+        ({"disk_cache": "/kv", "swap_space": 1, "prefix_cache": False}, ["disk_cache /kv", "prefix_cache False"]),
+        ({"padded_rows": True}, ["padded_rows True", "batching continuous", "static and dynamic"]),
+        ({"padded_rows": True, "batching": "continuous"}, ["padded_rows True", "--batching"]),
+    ],
+)
+def test_what_needs_something_that_is_off_is_refused_naming_both(given, words):
+    with pytest.raises(ConfigError) as error:
+        merged(given)
+    for word in words:
+        assert word in error.value.message
+    assert error.value.param == next(iter(given))
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "name", "value"),
+    [
+        ('[scheduler]\npreemption = "swap"\n[cache]\nswap_space = 2', {"swap_space": 0}, "preemption", "recompute"),
+        ('[cache]\ndisk_cache = "/kv"\nswap_space = 2', {"swap_space": 0}, "disk_cache", None),
+        ('[cache]\ndisk_cache = "/kv"\nswap_space = 2', {"prefix_cache": False}, "disk_cache", None),
+        ('[scheduler]\npadded_rows = true\nbatching = "static"', {"batching": "continuous"}, "padded_rows", False),
+    ],
+)
+def test_what_needs_something_gives_way_when_that_was_switched_off_with_more_authority(toml, text, flags, name, value):
+    resolved = merged(flags, file=toml(text))
+    section = getattr(resolved.config, settings()[name].section)
+    assert getattr(section, name) == value
+    assert any(note.startswith(f"{name} changed from") and next(iter(flags)) in note for note in resolved.notes)
+    assert next(iter(flags)) in str(resolved.origins[name])
+
+
+def test_swap_disk_and_padding_are_taken_with_what_they_need():
+    given = {"preemption": "swap", "swap_space": 0.5, "disk_cache": "/kv", "batching": "static", "padded_rows": True}
+    resolved = merged(given)
+    assert resolved.notes == []
+    assert resolved.config.cache.disk_cache == "/kv"
+    assert resolved.config.scheduler.padded_rows
 
 
 def test_two_sizes_of_the_pool_contradict_unless_one_has_more_authority(toml):

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from ropeway.config import CacheConfig, Config, ModelConfig
-from ropeway.devices.base import Device, Memory
+from ropeway.devices.base import Device
+from ropeway.devices.memory import Memory
 from ropeway.engine.assembly import assemble, kv_dtype, pool_blocks
 from ropeway.errors import OutOfMemory
 from ropeway.llm import LLM

@@ -6,11 +6,20 @@ import numpy as np
 import pytest
 
 from ropeway.engine.messages import EngineInfo
-from ropeway.engine.submission import Submitter
+from ropeway.engine.submission import MAX_TENANT, Submitter
 from ropeway.errors import ContextLengthExceeded, InvalidRequest
 from ropeway.request import SamplingParams
+from ropeway.tiers import DEFAULT_TIERS
 
-INFO = EngineInfo(model="m", vocab_size=400, max_model_len=64, num_blocks=4, block_size=16, max_num_seqs=8)
+INFO = EngineInfo(
+    model="m",
+    vocab_size=400,
+    max_model_len=64,
+    num_blocks=4,
+    block_size=16,
+    max_num_seqs=8,
+    tiers=list(DEFAULT_TIERS),
+)
 
 
 def prepare(prompt: list[int], **params: object) -> list[int]:
@@ -81,3 +90,34 @@ def test_a_token_id_outside_the_vocabulary_is_named(bad: int) -> None:
 def test_an_id_outside_the_vocabulary_in_the_parameters_is_named(params: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match=f"{next(iter(params))} names token id 400.* 0 to 399"):
         prepare([5], **params)
+
+
+def test_tier_tenant_arrival_and_deadline_go_to_every_sibling() -> None:
+    group = Submitter(INFO).prepare([5], SamplingParams(n=3), tier=2, tenant="grüße", arrival_s=5.0, deadline_s=7.5)
+    assert {(new.tier, new.tenant, new.arrival_s, new.deadline_s) for new in group} == {(2, "grüße", 5.0, 7.5)}
+
+
+def test_without_a_tier_it_is_the_default_one_and_nobody_in_particular() -> None:
+    (new,) = Submitter(INFO).prepare([5], SamplingParams())
+    assert (new.tier, new.tenant, new.arrival_s, new.deadline_s) == (1, "", None, None)
+
+
+@pytest.mark.parametrize("tier", [-1, 3, 100])
+def test_a_tier_that_is_none_is_refused(tier: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"no tier of rank {tier}; there are 3") as refused:
+        Submitter(INFO).prepare([5], SamplingParams(), tier=tier)
+    assert refused.value.param == "priority"
+
+
+def test_a_tenant_has_a_longest_name() -> None:
+    assert Submitter(INFO).prepare([5], SamplingParams(), tenant="x" * MAX_TENANT)
+    with pytest.raises(InvalidRequest, match="257 characters; the limit is 256") as refused:
+        Submitter(INFO).prepare([5], SamplingParams(), tenant="x" * 257)
+    assert refused.value.param == "user"
+
+
+@pytest.mark.parametrize(("field", "param"), [("salt", "cache_salt"), ("tenant", "user")])
+def test_a_lone_surrogate_in_a_name_is_refused(field: str, param: str) -> None:
+    with pytest.raises(InvalidRequest, match="surrogates") as refused:
+        Submitter(INFO).prepare([5], SamplingParams(), **{field: "\ud83e"})
+    assert refused.value.param == param

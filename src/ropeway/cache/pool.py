@@ -100,11 +100,18 @@ class BlockPool:
                     self._link_after(self._previous[self.num_blocks], block)
                     self.cached += 1
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Make a referenced, full block findable. The first block published under a key keeps it."""
-        if self._key[block] is None and key not in self._block_of:
-            self._key[block] = key
-            self._block_of[key] = block
+    def publish(self, block: int, key: bytes) -> bool:
+        """Make a referenced, full block findable. The first block published under a key keeps it; False: this one was
+        not the first, or has a key."""
+        if self._key[block] is not None or key in self._block_of:
+            return False
+        self._key[block] = key
+        self._block_of[key] = block
+        return True
+
+    def find(self, key: bytes) -> int | None:
+        """The block published under a key. Takes no reference."""
+        return self._block_of.get(key)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise ``AssertionError`` unless every invariant holds, given all block tables that hold references."""

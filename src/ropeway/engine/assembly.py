@@ -1,4 +1,5 @@
-"""From a configuration to a running engine: checkpoint, device, model, KV pool, scheduler, executor."""
+"""From a configuration to a running engine: tiers, checkpoint, device, model, KV pool, host memory, scheduler,
+executor; and back."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from ropeway.cache.pool import BlockPool
 from ropeway.config import CacheConfig, Config, EngineConfig
 from ropeway.devices.base import Device, KVDtype
 from ropeway.engine.engine import Engine
+from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
 from ropeway.errors import OutOfMemory
+from ropeway.execution.disk import DiskStore
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
 from ropeway.loading.open import open_checkpoint
@@ -21,13 +24,14 @@ from ropeway.models.model import Model
 from ropeway.models.registry import load_model
 from ropeway.outcome import StepOutput
 from ropeway.parallel.communicator import SingleProcess
+from ropeway.scheduling.lengths import LengthProfiles
 from ropeway.scheduling.scheduler import Scheduler
+from ropeway.scheduling.tiers_file import tiers_of
 
 log = logging.getLogger(__name__)
 
 _TYPICAL_SEQUENCE = 2048
 """Tokens per sequence for which the default pool has room."""
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,21 @@ class Assembly:
     engine: Engine
     info: EngineInfo
     worker: Worker
+    store: DiskStore | None = None
+    length_profile: Path | None = None
+    """Where observed output lengths are kept."""
+
+    def close(self) -> None:
+        """Finish what the device is doing and give it back; keep what is to outlive the process."""
+        try:
+            self.engine.close()
+        finally:
+            if self.store is not None:
+                self.store.close()
+            if self.length_profile is not None:
+                problem = self.engine.scheduler.lengths.save(self.length_profile, self.info.model)
+                if problem is not None:
+                    log.warning("%s", problem)
 
 
 def make_device(config: EngineConfig) -> Device:
@@ -62,9 +81,11 @@ def assemble(
 
     ``end_ids`` are end tokens the tokenizer knows of, beside the checkpoint's own. ``vocab_size`` is the
     tokenizer's: ids beyond it, which pad the model's head, are never sampled. ``progress(done, total)`` counts
-    parameters. ``device`` is closed with the engine; by default one is made as configured.
-    Raises ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
+    parameters. ``device`` is closed with the engine; by default one is made as configured. What was configured and the
+    engine can do without is no error, but one of ``EngineInfo.warnings``.
+    Raises ``ConfigError``, ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
     began = time.monotonic()
+    tiers = tiers_of(config.scheduler)
     checkpoint = open_checkpoint(path)
     device = device or make_device(config.engine)
     try:
@@ -89,26 +110,45 @@ def assemble(
             )
             context = num_blocks * block_size
         vocab = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
+        kept = kv_dtype(config.cache, model)
+        pool = device.kv_cache(model.num_layers, num_blocks, model.num_kv_heads, model.head_dim, block_size, kept)
+        memory = make_host_memory(
+            config,
+            device,
+            model,
+            path=path,
+            model_config=checkpoint.config,
+            kv_dtype=kept,
+            pool_bytes=pool.nbytes,
+        )
         worker = Worker(
             device,
             model,
-            device.kv_cache(
-                model.num_layers,
-                num_blocks,
-                model.num_kv_heads,
-                model.head_dim,
-                block_size,
-                kv_dtype(config.cache, model),
-            ),
+            pool,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=context,
             vocab_size=vocab,
+            host=memory.blocks,
         )
     except BaseException:
         device.close()
         raise
+    warnings = memory.warnings
+    lengths, profile = LengthProfiles(), _profile_path(config)
+    if profile is not None and (problem := lengths.load(profile, config.model.model)) is not None:
+        warnings.append(problem)
+    for warning in warnings:
+        log.warning("%s", warning)
     engine = Engine(
-        Scheduler(config.scheduler, BlockPool(num_blocks, block_size), context),
+        Scheduler(
+            config.scheduler,
+            BlockPool(num_blocks, block_size),
+            context,
+            tiers=tiers,
+            host=memory.tier,
+            lengths=lengths,
+            block_bytes=pool.nbytes // num_blocks,
+        ),
         LocalExecutor(worker),
         outbox,
         max_model_len=context,
@@ -123,8 +163,15 @@ def assemble(
         block_size=block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         load_s=time.monotonic() - began,
+        tiers=list(tiers),
+        warnings=warnings,
     )
-    return Assembly(engine, info, worker)
+    return Assembly(engine, info, worker, memory.store, profile)
+
+
+def _profile_path(config: Config) -> Path | None:
+    name = config.scheduler.length_profile
+    return None if name is None else Path(name)
 
 
 def kv_dtype(config: CacheConfig, model: Model) -> KVDtype:
@@ -146,11 +193,11 @@ def pool_blocks(config: Config, device: Device, model: Model, context: int) -> i
     if cache.kv_blocks is not None:
         blocks = cache.kv_blocks
     elif cache.kv_memory is not None:
-        blocks = int(cache.kv_memory * _GIB) // block_bytes
+        blocks = int(cache.kv_memory * GIB) // block_bytes
         if blocks < 1:
             raise OutOfMemory(
                 f"kv_memory {cache.kv_memory} GiB is less than one block of {cache.block_size} tokens "
-                f"({block_bytes} bytes); give at least {block_bytes / _GIB:.4f} GiB",
+                f"({block_bytes} bytes); give at least {block_bytes / GIB:.4f} GiB",
                 param="kv_memory",
             )
     else:
@@ -159,8 +206,8 @@ def pool_blocks(config: Config, device: Device, model: Model, context: int) -> i
         blocks = min(wanted, largest // 2)
     if not 0 < blocks <= largest:
         raise OutOfMemory(
-            f"a KV pool of {blocks} blocks needs {blocks * block_bytes / _GIB:.2f} GiB, "
-            f"{available / _GIB:.2f} GiB are available; the largest pool here is {largest} blocks "
+            f"a KV pool of {blocks} blocks needs {blocks * block_bytes / GIB:.2f} GiB, "
+            f"{available / GIB:.2f} GiB are available; the largest pool here is {largest} blocks "
             f"(--kv-blocks {largest})",
             param="kv_blocks",
         )

@@ -1,8 +1,9 @@
 """The engine process: ``python -m ropeway.engine.child ADDRESS``.
 
 It loads what the parent's ``Start`` message says, answers with ``EngineInfo`` or ``Failed``, then turns the
-step loop between draining its socket. It ends when told to, and when the parent is gone, however it went: its
-standard input is a pipe from the parent that closes then.
+step loop between draining its socket. Before a step it listens as long as the engine has patience: planning late lets
+more arrivals into the step, and while nothing can run, there is nothing else to do. It ends when told to, and when the
+parent is gone, however it went: its standard input is a pipe from the parent that closes then.
 """
 
 from __future__ import annotations
@@ -20,8 +21,20 @@ from pathlib import Path
 
 import zmq
 
+from ropeway.config import EngineConfig
 from ropeway.engine.engine import Engine
-from ropeway.engine.messages import Abort, Failed, FromEngine, Shutdown, Start, Submit, decode_to_engine, encode
+from ropeway.engine.messages import (
+    Abort,
+    Explain,
+    Explained,
+    Failed,
+    FromEngine,
+    Shutdown,
+    Start,
+    Submit,
+    decode_to_engine,
+    encode,
+)
 from ropeway.errors import RopewayError
 from ropeway.outcome import StepOutput
 
@@ -37,6 +50,8 @@ class EngineLoop:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._reported_s = 0.0
+        self._published = False
+        """Whether the engine has said anything since its last step began."""
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -58,36 +73,65 @@ class EngineLoop:
         gc.collect()
         gc.freeze()
         self.send(assembly.info)
-        ahead = int(start.config.engine.async_scheduling)
         try:
-            while self._receive(engine):
-                if engine.has_work:
-                    engine.step(ahead)
-                if not engine.has_work or time.monotonic() - self._reported_s >= _REPORT_S:
-                    self._report(engine)
+            self.turn(engine, start.config.engine)
         finally:
-            engine.close()
+            assembly.close()
+
+    def turn(self, engine: Engine, config: EngineConfig) -> None:
+        """Receive and step until told to shut down."""
+        ahead = int(config.async_scheduling)
+        stalled = False
+        while self._receive(engine, patient=stalled or config.late_planning, stalled=stalled):
+            if engine.has_work:
+                steps, self._published = engine.steps, False
+                engine.step(ahead)
+                stalled = engine.steps == steps and not self._published
+            if not engine.has_work or time.monotonic() - self._reported_s >= _REPORT_S:
+                self._report(engine)
 
     def _publish(self, output: StepOutput) -> None:
-        if len(output.ids) or output.finished:
+        self._published = True
+        if len(output.ids) or output.finished or output.accepted:
             self.send(output)
 
-    def _receive(self, engine: Engine) -> bool:
-        """Take in what has arrived, waiting for it when there is nothing else to do. False: shut down."""
+    def _receive(self, engine: Engine, *, patient: bool, stalled: bool) -> bool:
+        """Take in what has arrived until it is time for a step, or for a report. False: shut down.
+
+        ``patient``: listen as long as the engine can wait; ``stalled``: its last step found nothing to do."""
         idle = not engine.has_work
-        patience_ms = int(_HEARTBEAT_S * 1000) if idle else 0
-        while self._socket.poll(patience_ms):
-            patience_ms = 0
+        news = False
+        until_s = time.monotonic() + _HEARTBEAT_S
+        while True:
+            patience_s = until_s - time.monotonic()
+            if (idle or stalled) and news:
+                patience_s = 0.0  # what has come may let something go on
+            elif engine.has_work:
+                patience_s = min(patience_s, engine.patience_s()) if patient else 0.0
+            elif not idle:
+                patience_s = 0.0
+            if not self._poll(patience_s):
+                break
+            news = True
             match decode_to_engine(self._socket.recv()):
                 case Submit(requests):
                     engine.submit(requests)
                 case Abort(ids, reason):
                     engine.abort(ids, reason)
+                case Explain(ids):
+                    self.send(Explained(engine.explain(ids)))
                 case Shutdown():
                     return False
         if idle and engine.has_work:
             self._report(engine)  # its first step may take long
         return True
+
+    def _poll(self, patience_s: float) -> bool:
+        """Whether a message is there, at the latest after ``patience_s``."""
+        whole_ms = int(patience_s * 1000)
+        if whole_ms <= 0 < patience_s:
+            time.sleep(patience_s)  # shorter than the socket can wait: never spin
+        return bool(self._socket.poll(max(whole_ms, 0)))
 
     def _report(self, engine: Engine) -> None:
         self._reported_s = time.monotonic()

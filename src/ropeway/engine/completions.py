@@ -32,6 +32,8 @@ class CompletionText:
         end_token = None if finished is None else finished.end_token
         text, hit = self._push_text(token, hidden=end_token is not None and not self._shows(token))
         delta = Delta(self.index, text, [token], None if logprob is None else [logprob])
+        if finished is not None:
+            delta.timeline = finished.timeline
         if hit is None and finished is not None:
             rest, hit = self._rest()
             delta.text += rest
@@ -44,7 +46,9 @@ class CompletionText:
 
     def end(self, finished: Finished) -> Delta:
         """The completion ends without a further token."""
-        return Delta(self.index, self._rest()[0], [], None, finished.reason, error=finished.error)
+        return Delta(
+            self.index, self._rest()[0], [], None, finished.reason, refusal=finished.refusal, timeline=finished.timeline
+        )
 
     def _push_text(self, token: int, *, hidden: bool) -> tuple[str, str | None]:
         if self._detokenizer is None or hidden:

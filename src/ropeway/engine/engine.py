@@ -9,6 +9,7 @@ The host holds only tokens it knows; the device's rows hold the future.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -16,10 +17,15 @@ import numpy as np
 
 from ropeway.cache.keys import root_key
 from ropeway.engine.messages import NewRequest, Stats
+from ropeway.engine.pace import Pace
+from ropeway.engine.telling import stats_of
 from ropeway.execution.executor import Executor, Work
-from ropeway.outcome import Finished, StepOutput
-from ropeway.request import FinishReason, Request
+from ropeway.outcome import Finished, Refusal, StepOutput
+from ropeway.request import FinishReason, Request, Timeline
 from ropeway.scheduling.scheduler import Scheduler
+
+_STUCK_S = 0.05
+"""Longest time between two looks at whether something can go on."""
 
 
 class Engine:
@@ -34,48 +40,64 @@ class Engine:
         max_model_len: int,
         end_ids: tuple[int, ...] = (),
         prefix_cache: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock``: seconds; what arrival times and deadlines of requests are told in."""
         self.scheduler = scheduler
         self.executor = executor
         self.outbox = outbox
         self.max_model_len = max_model_len
         self.end_ids = end_ids
         self.prefix_cache = prefix_cache
+        self.clock = clock
         self.steps = 0
         self._pending: deque[Work] = deque()
+        self._pace = Pace(scheduler.cost)
 
     @property
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.has_work
 
     def submit(self, requests: Iterable[NewRequest]) -> None:
-        """Queue completions. One that cannot be served ends at once with ``FinishReason.ERROR``."""
-        refused = []
+        """Queue completions, and tell which were accepted. One that can never be served, or that its tier cannot take
+        now, ends at once with ``FinishReason.ERROR``."""
+        now = self.clock()
+        accepted, refused = [], []
         leaders: dict[int, Request] = {}
+        refusals: dict[int | None, Refusal] = {}
         for new in requests:
-            request = self._request(new, leaders)
+            request = self._request(new, leaders, now)
             if request is None:
-                refused.append(Finished(new.id, FinishReason.ERROR, error=self._refusal(new)))
+                refusal: Refusal | None = self._never(new)
+            else:
+                refusal = self.scheduler.offer(request, now, leader_refused=refusals.get(new.leader))
+            if request is None or refusal is not None:
+                assert refusal is not None
+                refusals[new.id] = refusal
+                timeline = Timeline(tier=self.scheduler.tiers[new.tier].name, phase="finished")
+                refused.append(Finished(new.id, FinishReason.ERROR, refusal=refusal, timeline=timeline))
             else:
                 leaders[new.id] = request
-                self.scheduler.add(request)
-        if refused:
-            none = np.empty(0, dtype=np.int64)
-            self.outbox(StepOutput(ids=none, tokens=none.astype(np.int32), finished=refused))
+                accepted.append(new.id)
+        self._tell(refused, accepted)
 
     def abort(self, ids: Iterable[int], reason: str) -> None:
         """Drop requests between steps; nothing more of them is published."""
+        now = self.clock()
         for request_id in ids:
-            self.scheduler.abort(request_id, reason)
+            self.scheduler.abort(request_id, reason, now)
 
     def step(self, ahead: int) -> None:
         """Plan and start one step, and settle those before it down to ``ahead`` in flight."""
         if not ahead:
             self._settle(keep=0)
-        plan = self.scheduler.plan()
+        began = self.clock()
+        self._tell(self.scheduler.expire(began))
+        plan = self.scheduler.plan(began)
         work = self.executor.forward(plan) if plan else None
         try:
             if ahead:
+                self._pace.planned(plan, began, self.clock())
                 self._settle(keep=ahead - 1 if plan else 0)
         finally:  # whatever interrupts the wait, the step that has begun is finished and kept
             if work:
@@ -83,24 +105,26 @@ class Engine:
                 work.sample()
                 self._pending.append(work)
 
+    def patience_s(self) -> float:
+        """How long whoever calls ``step`` may wait for arrivals before: until just before the running step ends, as far
+        as that can be told; when nothing runs, until something can change by itself."""
+        now = self.clock()
+        if self._pending:
+            return self._pace.patience_s(now)
+        if self.scheduler.has_work and self.scheduler.stuck:
+            return min(max(self.scheduler.next_change_s() - now, 0.0), _STUCK_S)
+        return 0.0
+
+    def explain(self, ids: Iterable[int]) -> dict[int, Timeline]:
+        """Where the time of those of these requests that have not ended has gone."""
+        return self.scheduler.explain(ids, self.clock())
+
     def drain(self) -> None:
         """Settle every step in flight and plan no other."""
         self._settle(keep=0)
 
     def stats(self) -> Stats:
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return Stats(
-            running=scheduler.seats.taken,
-            waiting=len(scheduler.waiting),
-            blocks_live=pool.live,
-            blocks_cached=pool.cached,
-            blocks_free=pool.free,
-            steps=self.steps,
-            preemptions=scheduler.preemptions,
-            prefix_queries=scheduler.prefixes.queries,
-            prefix_hits=scheduler.prefixes.hits,
-            wasted_rows=dict(scheduler.wasted_rows),
-        )
+        return stats_of(self.scheduler, self.steps)
 
     def close(self) -> None:
         """Finish what the device is doing and give it back."""
@@ -111,9 +135,17 @@ class Engine:
             work = self._pending[0]
             result = work.result()
             self._pending.popleft()
-            self.outbox(self.scheduler.settle(work.plan, result))
+            now = self.clock()
+            self._pace.settled(now)
+            self.outbox(self.scheduler.settle(work.plan, result, now))
 
-    def _request(self, new: NewRequest, leaders: dict[int, Request]) -> Request | None:
+    def _tell(self, finished: list[Finished], accepted: list[int] | None = None) -> None:
+        """Events that are no step's."""
+        if finished or accepted:
+            none = np.empty(0, dtype=np.int64)
+            self.outbox(StepOutput(ids=none, tokens=none.astype(np.int32), finished=finished, accepted=accepted or []))
+
+    def _request(self, new: NewRequest, leaders: dict[int, Request], now: float) -> Request | None:
         prompt, params = new.prompt, new.params
         limit = self.max_model_len
         if params.max_tokens is not None:
@@ -131,6 +163,11 @@ class Engine:
             end_ids=tuple(dict.fromkeys((*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids))),
             seed=new.seed,
             keys=[self._root(new)] if shared else None,
+            private=not self.prefix_cache,
+            tier=new.tier,
+            tenant=new.tenant,
+            arrival_s=now if new.arrival_s is None else min(new.arrival_s, now),
+            deadline_s=new.deadline_s,
             leader=leader,
         )
 
@@ -139,9 +176,10 @@ class Engine:
         group = None if self.prefix_cache else new.id if new.leader is None else new.leader
         return root_key(salt=new.salt, private=group)
 
-    def _refusal(self, new: NewRequest) -> str:
+    def _never(self, new: NewRequest) -> Refusal:
         size = self.scheduler.pool.num_blocks * self.scheduler.pool.block_size
-        return (
+        return Refusal(
+            "ContextLengthExceeded",
             f"a prompt of {len(new.prompt)} tokens and one token more do not fit the context of "
-            f"{self.max_model_len} tokens and the KV pool of {size}; shorten the prompt"
+            f"{self.max_model_len} tokens and the KV pool of {size}; shorten the prompt",
         )

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ropeway.config import Config
 from ropeway.outcome import StepOutput
-from ropeway.request import SamplingParams
+from ropeway.request import SamplingParams, Timeline
+from ropeway.tiers import Tier
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,14 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Internal id of the sibling whose prefill this one shares, earlier in the same message."""
     group: bool = False
     """Whether it has siblings (n > 1), the leader included."""
+    tier: int = 0
+    """Rank of its tier in ``EngineInfo.tiers``."""
+    tenant: str = ""
+    """Whose request it is; tenants of one tier get equal shares."""
+    arrival_s: float | None = None
+    """When it arrived, by ``time.monotonic``, which is the same in all processes of a machine; None: now."""
+    deadline_s: float | None = None
+    """When it is to be given up, on the same clock."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -52,11 +61,35 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """``cancel`` or ``stop_string``; labels the rows computed in vain."""
 
 
+class Explain(msgspec.Struct, frozen=True, tag=True):
+    """Ask where the time of requests under way goes; answered by ``Explained``."""
+
+    ids: list[int]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End after the current step."""
 
 
-ToEngine = Start | Submit | Abort | Shutdown
+ToEngine = Start | Submit | Abort | Explain | Shutdown
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier's; counters never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    """Without a seat, swapped ones included."""
+    swapped: int = 0
+    refused: dict[str, int] = {}
+    """Requests refused, by the code of their error."""
+    preemptions: dict[str, int] = {}
+    """By kind: swap, recompute; and of these for a higher tier's sake: ``admission``."""
+    finished: int = 0
+    predicted_tokens: int = 0
+    """Output lengths of the finished ones as predicted when they were first seated."""
+    output_tokens: int = 0
+    """And as they were."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,6 +108,27 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prompt tokens found there."""
     wasted_rows: dict[str, int] = {}
     """Rows computed in vain, by reason."""
+    tiers: dict[str, TierStats] = {}
+    swaps_out: int = 0
+    """Blocks copied to host memory for preempted requests; those that were there already are not counted."""
+    swaps_in: int = 0
+    """Blocks copied back for them."""
+    host_blocks_pinned: int = 0
+    host_blocks_cached: int = 0
+    host_blocks_free: int = 0
+    host_hits: int = 0
+    """Prompt tokens found in host memory (those from disk included) and not on the device."""
+    disk_hits: int = 0
+    """Of ``host_hits``, the ones brought in from disk for the request."""
+    disk_blocks: int = 0
+    disk_errors: int = 0
+    """Blocks that could not be written, or were damaged or foreign when read."""
+    disk_failure: str | None = None
+    """Why there is no disk cache though one was configured."""
+    reservation: float = 0.0
+    """Share of the pool that admission holds back at the moment."""
+    step_s: float = 0.0
+    """Predicted time of a step of one token per running request."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,6 +142,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_size: int
     max_num_seqs: int
     load_s: float = 0.0
+    tiers: list[Tier] = []
+    """Highest first."""
+    warnings: list[str] = []
+    """What was configured and cannot be had."""
+
+
+class Explained(msgspec.Struct, frozen=True, tag=True):
+    """Timelines of those of the requests asked about that have not ended."""
+
+    timelines: dict[int, Timeline]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +164,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The config field at fault, if one is."""
 
 
-FromEngine = StepOutput | Stats | EngineInfo | Failed
+FromEngine = StepOutput | Stats | EngineInfo | Explained | Failed
 
 
 def _encode_array(value: Any) -> Any:

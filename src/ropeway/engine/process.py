@@ -3,7 +3,7 @@
     server process                                    engine process (engine/child.py)
     EngineProcess --- Start, Submit, Abort, ... --->  Engine.step, Engine.step, ...
                   <-- EngineInfo | Failed -----------
-                  <-- StepOutput, Stats -------------
+                  <-- StepOutput, Stats, Explained --
 
 over one private ipc socket (a pair, in a folder only this user can enter), msgspec on the wire.
 """
@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -25,11 +26,14 @@ import zmq.asyncio
 
 from ropeway import errors
 from ropeway.config import Config
-from ropeway.engine.client import Delta, Usage
+from ropeway.engine.client import RequestOptions, Usage
 from ropeway.engine.completions import CompletionText, Router
+from ropeway.engine.generation import ProcessGeneration
 from ropeway.engine.messages import (
     Abort,
     EngineInfo,
+    Explain,
+    Explained,
     Failed,
     FromEngine,
     Shutdown,
@@ -42,8 +46,9 @@ from ropeway.engine.messages import (
 from ropeway.engine.submission import Submitter
 from ropeway.errors import ConfigError, EngineDead, QueueFull, RopewayError
 from ropeway.loading.sources import resolve as resolve_source
-from ropeway.outcome import Finished, StepOutput
-from ropeway.request import FinishReason, SamplingParams
+from ropeway.outcome import Finished, Refusal, StepOutput
+from ropeway.request import FinishReason, SamplingParams, Timeline
+from ropeway.scheduling.tiers_file import tiers_of
 from ropeway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -53,37 +58,17 @@ _IDLE_SILENCE_S = 5.0
 _BUSY_SILENCE_S = 60.0
 """A busy one reports every step, and a step of a long prompt on a slow machine takes its time."""
 _SHUTDOWN_S = 5.0
+_EXPLAIN_S = 2.0
+"""How long a question about requests under way waits; the engine answers between steps."""
 
 
-class ProcessGeneration:
-    """Implements ``Generation``: a mailbox of deltas that an ``EngineProcess`` fills."""
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A completion that was ended on this side, at ``at_s``."""
 
-    def __init__(self, engine: EngineProcess, ids: list[int], usage: Usage) -> None:
-        self.usage = usage
-        self._engine = engine
-        self._ids = ids
-        self._open = len(ids)
-        self._mail: deque[Delta] = deque()
-        self._news = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while True:
-            while self._mail:
-                delta = self._mail.popleft()
-                self._open -= delta.finish_reason is not None
-                yield delta
-            if not self._open:
-                return
-            self._news.clear()
-            await self._news.wait()
-
-    def put(self, delta: Delta) -> None:
-        self._mail.append(delta)
-        self._news.set()
-
-    def cancel(self) -> None:
-        """Abort what is unfinished. Idempotent."""
-        self._engine.abort(self._ids)
+    generation: ProcessGeneration
+    index: int
+    at_s: float
 
 
 class EngineProcess:
@@ -95,6 +80,10 @@ class EngineProcess:
         self.info: EngineInfo
         self._max_queue = config.server.max_queue
         self._router: Router[ProcessGeneration] = Router()
+        self._left: dict[int, _Left] = {}
+        """Completions ended on this side whose timeline has not come yet."""
+        self._asked: deque[Callable[[Mapping[int, Timeline]], None]] = deque()
+        """Who takes the next ``Explained``, and those after it."""
         self._submitter: Submitter
         self._failure: str | None = None
         self._heard_s = time.monotonic()
@@ -145,12 +134,21 @@ class EngineProcess:
         self._listener = asyncio.create_task(self._listen())
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
+        self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions = RequestOptions()
     ) -> ProcessGeneration:
         """Hand a request to the engine; see ``AsyncEngine.submit``."""
         if self.failure is not None:
             raise EngineDead(self.failure)
-        group = self._submitter.prepare(prompt, params, salt=cache_salt)
+        arrival_s = time.monotonic() if options.arrival_s is None else options.arrival_s
+        group = self._submitter.prepare(
+            prompt,
+            params,
+            salt=options.cache_salt,
+            tier=options.tier,
+            tenant=options.tenant,
+            arrival_s=arrival_s,
+            deadline_s=options.deadline_s,
+        )
         waiting = len(self._router) - self.info.max_num_seqs
         if waiting + len(group) > self._max_queue:
             raise QueueFull(
@@ -159,7 +157,7 @@ class EngineProcess:
             )
         message = encode(Submit(group))
         usage = Usage(prompt_tokens=len(prompt))
-        generation = ProcessGeneration(self, [new.id for new in group], usage)
+        generation = ProcessGeneration(self, [new.id for new in group], usage, arrival_s)
         for index, new in enumerate(group):
             self._router.add(new.id, generation, CompletionText(index, params, self.tokenizer), usage)
         self._send(message)
@@ -167,13 +165,26 @@ class EngineProcess:
 
     def abort(self, ids: Sequence[int]) -> None:
         """Abort those of these completions that have not ended; their readers get ``FinishReason.ABORT``."""
-        dropped = []
+        now = time.monotonic()
+        left = {}
         for request_id, generation, completion in self._router.find(ids):
             self._router.drop(request_id)
             generation.put(completion.end(Finished(request_id, FinishReason.ABORT)))
-            dropped.append(request_id)
-        if dropped and self._failure is None:
-            self._send(encode(Abort(dropped, "cancel")))
+            left[request_id] = _Left(generation, completion.index, now)
+        if left and self._failure is None:
+            self._leave(left, "cancel")
+
+    async def explain(self, ids: Sequence[int]) -> Mapping[int, Timeline]:
+        """Where the time of these completions goes; what the engine does not know, or does not tell in time, is
+        missing."""
+        if self._failure is not None:
+            return {}
+        answer: asyncio.Future[Mapping[int, Timeline]] = asyncio.get_running_loop().create_future()
+        self._ask(ids, lambda timelines: None if answer.done() else answer.set_result(timelines))
+        try:
+            return await asyncio.wait_for(answer, _EXPLAIN_S)
+        except TimeoutError:
+            return {}
 
     async def close(self) -> None:
         """End the engine process; what is under way ends with an error. May be called twice."""
@@ -232,29 +243,68 @@ class EngineProcess:
                 self._deliver(message)
             case Stats():
                 self.stats = message
+            case Explained(timelines):
+                self._asked.popleft()(timelines)
             case Failed():
                 self._fail(message.message)
             case EngineInfo():
                 raise RuntimeError("the engine became ready twice")
 
     def _deliver(self, output: StepOutput) -> None:
+        for request_id, generation, _ in self._router.find(output.accepted):
+            generation.answer(request_id)
+        for finished in output.finished:
+            if finished.timeline is not None:
+                self._explain_left(finished.id, finished.timeline)
         news, stopped = self._router.receive(output)
         for generation, delta in news:
             generation.put(delta)
         if stopped:
-            self._send(encode(Abort(stopped, "stop_string")))
+            now, ids = time.monotonic(), set(stopped)
+            ended = [(g, g.ids[delta.index], delta.index) for g, delta in news if delta.finish_reason is not None]
+            left = {request_id: _Left(g, index, now) for g, request_id, index in ended if request_id in ids}
+            self._leave(left, "stop_string")
+
+    def _leave(self, left: dict[int, _Left], reason: str) -> None:
+        """Tell the engine that these completions have ended here. It publishes nothing of what it aborts, so where
+        their time went has to be asked first."""
+        ids = list(left)
+        self._left |= left
+
+        def note(timelines: Mapping[int, Timeline]) -> None:
+            for request_id in ids:
+                if request_id in timelines:
+                    self._explain_left(request_id, timelines[request_id])
+                self._left.pop(request_id, None)  # the engine knows nothing of it
+
+        self._ask(ids, note)
+        self._send(encode(Abort(ids, reason)))
+
+    def _explain_left(self, request_id: int, timeline: Timeline) -> None:
+        left = self._left.pop(request_id, None)
+        if left is not None:
+            left.generation.ended_here(left.index, timeline, left.at_s)
+
+    def _ask(self, ids: Sequence[int], tell: Callable[[Mapping[int, Timeline]], None]) -> None:
+        """``tell`` gets the answer. The engine answers questions in their order."""
+        self._asked.append(tell)
+        self._send(encode(Explain(list(ids))))
 
     def _fail(self, why: str) -> None:
         """Every reader gets an error; nothing more is accepted."""
         self._failure = self._failure or why
+        refusal = Refusal("EngineDead", f"the engine failed: {self._failure}")
         for request_id, generation, completion in self._router.owners():
             self._router.drop(request_id)
-            generation.put(completion.end(Finished(request_id, FinishReason.ERROR, error=self._failure)))
+            generation.put(completion.end(Finished(request_id, FinishReason.ERROR, refusal=refusal)))
+        while self._asked:
+            self._asked.popleft()({})
 
 
 async def start_engine(config: Config) -> EngineProcess:
     """Fetch the model if need be, load its tokenizer here and its weights in an engine process, and wait until
-    that is ready. Raises ``ModelNotFound``, ``LoadError``, ``OutOfMemory``, ``EngineDead``."""
+    that is ready. Raises ``ConfigError``, ``ModelNotFound``, ``LoadError``, ``OutOfMemory``, ``EngineDead``."""
+    tiers_of(config.scheduler)  # what is wrong with them is told before anything is fetched
     path = await asyncio.to_thread(resolve_source, config.model.model)
     tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
     engine = EngineProcess(config, tokenizer)

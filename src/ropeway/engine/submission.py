@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from ropeway.engine.messages import EngineInfo, NewRequest
 from ropeway.errors import ContextLengthExceeded, InvalidRequest
 from ropeway.request import SamplingParams
+from ropeway.tiers import find_tier
 
+MAX_TENANT = 256
+"""Most characters of a tenant's name."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Odd and near 2**64 / golden ratio: spreads siblings' seeds (Knuth, TAOCP 3, section 6.4)."""
 
@@ -24,15 +27,29 @@ class Submitter:
         self.info = info
         self._ids: Iterator[int] = itertools.count(1)
 
-    def prepare(self, prompt: Sequence[int], params: SamplingParams, *, salt: str | None = None) -> list[NewRequest]:
-        """The ``params.n`` completions of a prompt.
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        salt: str | None = None,
+        tier: int | None = None,
+        tenant: str = "",
+        arrival_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> list[NewRequest]:
+        """The ``params.n`` completions of a prompt. The keywords are those of ``RequestOptions``.
 
         Raises ``InvalidRequest`` or ``ContextLengthExceeded`` naming what was asked and the limit."""
         tokens = self._check(prompt, params)
-        try:
-            tenant = b"" if salt is None else salt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest("cache_salt must be text without lone surrogates", param="cache_salt") from error
+        salt_bytes = b"" if salt is None else _utf8(salt, "cache_salt")
+        _utf8(tenant, "user")
+        if len(tenant) > MAX_TENANT:
+            raise InvalidRequest(f"user has {len(tenant)} characters; the limit is {MAX_TENANT}", param="user")
+        tiers = self.info.tiers
+        rank = find_tier(tiers, None) if tier is None else tier
+        if not 0 <= rank < len(tiers):
+            raise InvalidRequest(f"there is no tier of rank {rank}; there are {len(tiers)}", param="priority")
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         ids = [next(self._ids) for _ in range(params.n)]
         return [
@@ -41,9 +58,13 @@ class Submitter:
                 prompt=tokens,
                 params=params,
                 seed=(seed + index * _GOLDEN) % 2**64,
-                salt=tenant,
+                salt=salt_bytes,
                 leader=None if index == 0 else ids[0],
                 group=params.n > 1,
+                tier=rank,
+                tenant=tenant,
+                arrival_s=arrival_s,
+                deadline_s=deadline_s,
             )
             for index, request_id in enumerate(ids)
         ]
@@ -66,3 +87,10 @@ class Submitter:
             raise InvalidRequest(f"token id {bad} is not in the vocabulary (0 to {vocab - 1})", param="prompt")
         params.check_vocabulary(vocab)
         return np.array(prompt, dtype=np.int32)
+
+
+def _utf8(text: str, field: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{field} must be text without lone surrogates", param=field) from error

@@ -1,183 +1,372 @@
 """Continuous batching: every step, who gets which tokens of the budget, which seat and which blocks.
 
-``plan`` makes three passes: seats (waiting requests take free slots), decodes (every running request
-without prompt left gets its next token), chunks (the rest of the budget goes to prompts). ``settle`` takes a
+``plan`` makes three passes: seats (waiting requests take free slots, or those of lower tiers), decodes (every running
+request without prompt left gets its next token), chunks (the rest of the budget goes to prompts). ``settle`` takes a
 step's tokens in, ends what has ended, and publishes full blocks. Between the two, one more step may be
 planned: nothing here depends on a token that is not known yet.
 
-When blocks run out, whoever is behind in policy order and has no row in this plan gives way and is
-recomputed later. A request preempted ``MAX_PREEMPTIONS`` times is protected: once seated again it is no victim
-any more and may itself preempt any that is not. Protected requests are seated together only as far as their whole
-lives fit into the pool, so they never need each other's blocks; one that must wait for that lets others pass.
-So somebody can always get on, preemptions are bounded, and a lone request never preempts itself.
+When blocks run out, somebody behind in rank that has no row in this plan gives way: the lowest tier, there the one
+whose resume is cheapest, of these the youngest; its blocks go to host memory or are recomputed later. A request
+preempted ``MAX_PREEMPTIONS`` times is protected: once seated again it is no victim any more and may itself preempt any
+that is not. Protected requests are seated together only as far as their whole lives fit into the pool, so they never
+need each other's blocks; one that must wait for that lets others pass. So somebody can always get on, preemptions are
+bounded, and a lone request never preempts itself.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
-from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
-from ropeway.plan import Plan, Result, Seat
-from ropeway.request import FinishReason, Gate, Request
+from ropeway.outcome import Finished, Refusal, StepOutput
+from ropeway.plan import NO_COPIES, Plan, Result, Seat
+from ropeway.request import FinishReason, Request, Timeline
+from ropeway.scheduling.admission import Admission, Candidate, RunningColumns
+from ropeway.scheduling.cost import CopyCost, StepCost
+from ropeway.scheduling.intake import Intake
+from ropeway.scheduling.lengths import LengthProfiles
+from ropeway.scheduling.lifecycle import MAX_PREEMPTIONS, Lifecycle
 from ropeway.scheduling.plan_rows import PlanRows
-from ropeway.scheduling.prefixes import PrefixCache
-from ropeway.scheduling.queue import WaitingQueue
-from ropeway.scheduling.seats import Seats
+from ropeway.scheduling.policy import Policy
+from ropeway.scheduling.preemption import Preemption
+from ropeway.scheduling.settlement import Settlement
+from ropeway.scheduling.waits import Reason
+from ropeway.tiers import DEFAULT_TIERS, Tier
 
-MAX_PREEMPTIONS = 3
+__all__ = ["MAX_PREEMPTIONS", "Scheduler"]
+
+_WRITE_SHARE = 0.05
+"""Share of a step that copies of published blocks to host memory may take."""
+_TRANSFER_S = 0.001
+"""Time between two looks at whether a block has come from disk."""
+_TPOT_SHARE = 0.95
+"""Share of the tightest target that a step is planned to take."""
 
 
 class Scheduler:
-    """One engine's scheduler. Not thread-safe; knows no clock, no device and no text."""
+    """One engine's scheduler. Not thread-safe; knows no device and no text, and the time only as it is told."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        max_model_len: int,
+        *,
+        tiers: Sequence[Tier] = DEFAULT_TIERS,
+        host: HostTier | None = None,
+        cost: StepCost | None = None,
+        lengths: LengthProfiles | None = None,
+        block_bytes: int = 1 << 20,
+    ) -> None:
+        """``host``: memory for swapped requests and cached prefixes. ``cost`` and ``lengths`` may bring what was learnt
+        before. ``block_bytes``: of one KV block, from which the first guess of a copy's time is made."""
         self.config = config
         self.pool = pool
-        self.seats = Seats(config.max_num_seqs, max_model_len, pool.block_size)
-        self.waiting = WaitingQueue()
-        self.prefixes = PrefixCache(pool)
-        self.preemptions = 0
-        self.wasted_rows: Counter[str] = Counter()
-        """Rows computed in vain, by reason."""
+        self.tiers = tuple(tiers)
+        self.host = host
+        self.cost = StepCost() if cost is None else cost
+        self.copy_cost = CopyCost(block_bytes)
+        self.lengths = LengthProfiles() if lengths is None else lengths
+        self.policy = Policy(config, self.tiers, self.cost)
+        self.lifecycle = Lifecycle(
+            config.max_num_seqs, max_model_len, pool, host, self.tiers, self.policy, self.lengths
+        )
+        self.seats = self.lifecycle.seats
+        self.waiting = self.lifecycle.waiting
+        self.prefixes = self.lifecycle.prefixes
+        self.wasted_rows = self.lifecycle.wasted_rows
+        self.admission = Admission(
+            config.admission,
+            pool.num_blocks,
+            pool.block_size,
+            watermark=config.watermark,
+            quantile=config.admission_quantile,
+            lengths=self.lengths,
+            context=max_model_len,
+        )
+        self.intake = Intake(config, self.lifecycle, self.cost)
+        self.preemption = Preemption(config, self.lifecycle, self.cost, self.copy_cost, self.admission.reservation)
         self._shift = pool.block_size.bit_length() - 1
-        self._requests: dict[int, Request] = {}
-        """Everyone waiting, seated, or gone with a row in flight."""
-        self._left_for: dict[int, str] = {}
-        """Why requests that are gone left, while rows of theirs are in flight."""
-        self._in_flight: deque[Plan] = deque()
-        """Plans not settled yet."""
-        self._protected_life = 0
-        """Blocks that the seated protected requests may come to need in all."""
-        self._refused: tuple[int, int] | None = None
-        """(request, pool.releases) of the last head that did not fit: nothing has changed until a release."""
-        self._order = 0
+        self._refused: dict[int, tuple[int, int]] = {}
+        """Line -> (request, pool.releases) of the last head that did not fit: nothing has changed until a release."""
+        self._running: RunningColumns | None = None
+        """The seated as admission sees them, for the pass that is being made."""
+        self._now = 0.0
         self._seq = 0
+        self.stuck = False
+        """Whether the last call of ``plan`` found nothing to do, and nothing has happened since."""
 
     # ------------------------------------------------------------------ arrivals and departures
 
     @property
     def has_work(self) -> bool:
-        """Whether anyone waits or is seated."""
-        return self.seats.taken > 0 or len(self.waiting) > 0
+        """Whether anyone waits or is seated, or blocks are to be copied."""
+        return self.seats.taken > 0 or len(self.waiting) > 0 or (self.host is not None and self.host.has_work)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(ledger.preemptions[kind] for ledger in self.lifecycle.ledgers for kind in ("swap", "recompute"))
 
     def fits(self, limit: int) -> bool:
         """Whether a sequence of ``limit`` tokens can ever be served."""
-        return limit <= self.seats.tokens.shape[1] and self._blocks_for(limit - 1) <= self.pool.num_blocks
+        blocks = self.lifecycle.blocks_for(limit - 1)
+        return limit <= self.seats.tokens.shape[1] and blocks <= self.pool.num_blocks
 
     def find(self, request_id: int) -> Request | None:
         """A request that has not ended, by its internal id."""
-        request = self._requests.get(request_id)
-        return request if request is not None and request.finish is None else None
+        return self.lifecycle.find(request_id)
 
-    def add(self, request: Request) -> None:
-        """Queue a request; ``fits(request.limit)`` holds. One with a leader waits for its prefill."""
-        self._order += 1
-        request.order = self._order
-        self._requests[request.id] = request
-        leader = request.leader
-        if leader is not None and leader.finish is None and not self._has_output(leader):
-            request.gate = Gate()
-            leader.followers.append(request)
-        self.waiting.add(request)
+    def offer(self, request: Request, now: float, *, leader_refused: Refusal | None = None) -> Refusal | None:
+        """``add`` the request, or say why its tier cannot take it now. Siblings fare as their leader did."""
+        self.lifecycle.estimate(request)
+        refusal = self.intake.refusal(request, now, leader_refused)
+        if refusal is None:
+            self._enqueue(request, now)
+        return refusal
 
-    def abort(self, request_id: int, reason: str) -> bool:
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request, whatever the queue looks like; ``fits(request.limit)`` holds. One with a leader waits for
+        its prefill."""
+        self.lifecycle.estimate(request)
+        self._enqueue(request, now)
+
+    def _enqueue(self, request: Request, now: float) -> None:
+        self.stuck = False
+        self.lifecycle.enqueue(request, now)
+        self.intake.accepted(request, now)
+
+    def abort(self, request_id: int, reason: str, now: float) -> bool:
         """Forget a request at once; rows of it in flight count as wasted for ``reason``. False: not here."""
         request = self.find(request_id)
         if request is None:
             return False
-        self._end(request, FinishReason.ABORT, reason)
+        self.stuck = False
+        self.lifecycle.end(request, FinishReason.ABORT, reason, now)
         return True
+
+    def expire(self, now: float) -> list[Finished]:
+        """End the requests whose deadline has passed, or that have waited for their first seat as long as their tier
+        allows."""
+        finished = self.intake.expire(now)
+        self.stuck = self.stuck and not finished
+        return finished
+
+    def explain(self, ids: Iterable[int], now: float) -> dict[int, Timeline]:
+        """Where the time of those that have not ended has gone."""
+        found = {request_id: self.find(request_id) for request_id in ids}
+        return {i: self.lifecycle.timeline(request, now) for i, request in found.items() if request is not None}
+
+    def next_change_s(self) -> float:
+        """When something may change that neither an arrival nor a settled step brings about: somebody's time is over, a
+        batch has waited long enough, a copy is done."""
+        if self.host is not None and self.host.has_work:
+            return self._now + _TRANSFER_S
+        expiry = self.intake.next_expiry_s
+        if self.config.batching == "dynamic" and len(self.waiting) and not self.seats.taken:
+            return min(expiry, self.intake.window_ends_s())
+        return expiry
 
     # ------------------------------------------------------------------ planning
 
-    def plan(self) -> Plan | None:
-        """The next step; None when nobody can get a row before the next settle."""
+    def plan(self, now: float) -> Plan | None:
+        """The next step; None when nobody can get a row before the next settle. ``now``: seconds on any clock that
+        never goes back."""
+        self._now = now
+        self.lifecycle.waits.advance(now)
+        if self.host is not None:
+            self.host.poll()
+        if self.lifecycle.padding:
+            self._end_padded_batch()
         seats = self._fill_seats()
         rows = PlanRows()
-        budget = self.config.max_batched_tokens
+        budget = self._budget()
         if self.config.chunked_prefill:
             budget -= self._plan_decodes(rows, budget)
             self._plan_chunks(rows, budget)
         else:
             budget -= self._plan_chunks(rows, budget)
             self._plan_decodes(rows, budget)
-        if not rows and not seats:
+        to_host, to_device = self._copies()
+        self.admission.reservation.calm()
+        self.stuck = not rows and not seats and not len(to_host) and not len(to_device)
+        if self.stuck:
             return None
-        return self._make_plan(rows, [seat for seat in seats if self.seats.request_id[seat.slot] >= 0])
+        seats = [seat for seat in seats if self.seats.request_id[seat.slot] >= 0]
+        return self._make_plan(rows, seats, to_host, to_device)
+
+    def _budget(self) -> int:
+        """Tokens of this step: as configured, or fewer, so that it is over in time for the tightest TPOT target among
+        the running. Every running request gets its token, and some prompt goes on, whatever the target."""
+        most = self.config.max_batched_tokens
+        if self.config.step_budget == "constant" or not self.seats.taken or not self.cost.known:
+            return most
+        running = np.unique(self.seats.tier[self.seats.ranked]).tolist()
+        targets = [target for tier in running if (target := self.tiers[tier].tpot_s) is not None]
+        if not targets:
+            return most
+        kv_tokens = int(self.seats.computed[self.seats.ranked].sum())
+        fits = self.cost.tokens_within(min(targets) * _TPOT_SHARE, kv_tokens)
+        return min(most, max(fits, self.seats.taken + self.pool.block_size))
+
+    def _end_padded_batch(self) -> None:
+        """Padding goes on until all of its batch have finished."""
+        if self.lifecycle.padding == self.seats.taken:
+            for slot in self.seats.ranked.tolist():
+                self.lifecycle.drop_padding(slot)
+
+    # ------------------------------------------------------------------ first pass: seats
 
     def _fill_seats(self) -> list[Seat]:
-        """Seat waiting requests while there are slots, budget and blocks for all that they know."""
+        """Seat waiting requests while there are slots, budget and blocks for all that they know, line by line."""
         seated: list[Seat] = []
-        if not len(self.waiting) or not self.seats.vacant:
+        self._running = None
+        if not len(self.waiting) or not self._boards():
             return seated
         demand, promised = self._demand()
-        while self.seats.vacant and demand < self.config.max_batched_tokens:
-            request = self._next_waiting()
-            if request is None or (request.id, self.pool.releases) == self._refused:
+        continuous = self.config.batching == "continuous"
+        open_lines = len(self.waiting.lines)
+        while open_lines:
+            found = self._next_waiting(open_lines)
+            if found is None:
                 break
-            hits = self.prefixes.find(request)
-            need = self._blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - len(hits)
-            if need + promised > self.pool.available - self.pool.idle(hits):
-                self._refused = (request.id, self.pool.releases)
-                break  # nobody passes a head that does not fit
-            seated.append(self._seat(request, hits))
-            promised += need
-            demand += len(request.tokens) - len(hits) * self.pool.block_size
+            line, request = found
+            reason: Reason | None = None
+            if request.unsettled:
+                reason = "step"  # it holds the line until it is settled
+            elif continuous and demand[line] >= self.config.max_batched_tokens:
+                reason = "budget"
+            else:
+                seat, reason = self._try_seat(request, line, int(promised[line]), [each.slot for each in seated])
+            if reason is None:
+                assert seat is not None
+                seated.append(seat)
+                slot = seat.slot
+                known = min(len(request.tokens) + 1, request.limit - 1)
+                demand[line:] += max(known - 1 - int(self.seats.computed[slot]), 0)
+                promised[line:] += self.lifecycle.blocks_for(known) - int(self.seats.blocks_held[slot])
+                continue
+            # Nobody of its line passes a head that does not fit, nor of a lower one; a higher one may.
+            self.lifecycle.waits_for(line, reason)
+            for lower in range(line + 1, open_lines):
+                self.lifecycle.waits_for(lower, "tier")
+            open_lines = line
+        for line in range(open_lines):
+            self.lifecycle.waits_for(line, "step")
         return seated
 
-    def _next_waiting(self) -> Request | None:
-        """The first whose turn it is. Those with a closed gate, and protected ones whose life does not fit beside
-        the protected ones seated, let others pass; one with a step in flight holds the line until it is settled."""
-        for request in self.waiting:
-            if request.gate is not None and not request.gate.open:
-                continue
-            if request.unsettled:
-                return None
-            life = self._blocks_for(request.limit - 1)
-            if self._protected(request) and self._protected_life + life > self.pool.num_blocks:
-                continue
-            return request
-        return None
+    def _boards(self) -> bool:
+        """Whether the batching policy lets anybody on now."""
+        config = self.config
+        if config.batching == "continuous":
+            return True
+        if self.seats.taken:
+            for line in range(len(self.waiting.lines)):
+                self.lifecycle.waits_for(line, "slots")
+            return False
+        if config.batching == "static" or len(self.waiting) >= config.max_num_seqs:
+            return True
+        return self._now >= self.intake.window_ends_s()
 
-    @staticmethod
-    def _protected(request: Request) -> bool:
-        return request.preemptions >= MAX_PREEMPTIONS
+    def _next_waiting(self, open_lines: int) -> tuple[int, Request] | None:
+        """(line, request) of the most urgent one whose turn it is."""
+        best: tuple[int, Request] | None = None
+        for line in range(open_lines):
+            if not self.waiting.lines[line].count:
+                continue
+            head = next(filter(self._may_board, self.waiting.lines[line]), None)
+            if head is not None and (best is None or (head.urgency, head.order) < (best[1].urgency, best[1].order)):
+                best = line, head
+        return best
 
-    def _demand(self) -> tuple[int, int]:
-        """(tokens the seated could use in this step, blocks they still need for all that they know)."""
+    def _may_board(self, request: Request) -> bool:
+        """Those with a closed gate, and protected ones whose life does not fit beside the protected ones seated, let
+        others pass."""
+        if request.gated:
+            return False
+        if request.preemptions < MAX_PREEMPTIONS:
+            return True
+        life = self.lifecycle.blocks_for(request.limit - 1)
+        return self.lifecycle.protected_life + life <= self.pool.num_blocks
+
+    def _try_seat(
+        self, request: Request, line: int, promised: int, fresh: Collection[int]
+    ) -> tuple[Seat | None, Reason | None]:
+        """Seat the request, at the cost of lower tiers if need be; else why it must wait."""
+        if not self.seats.vacant and not self.preemption.outranks(line, fresh):
+            return None, "slots"
+        if self.seats.vacant and (request.id, self.pool.releases) == self._refused.get(line):
+            return None, "blocks"
+        hits = self.prefixes.find(request)
+        need = self.lifecycle.blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - len(hits)
+        idle = self.pool.idle(hits)
+        available = self.pool.available - idle - promised
+        candidate = _candidate(request, shared=len(hits) - idle)
+        if not self.seats.vacant or not self._admits(candidate, need, available, line):
+            made_way = self.preemption.make_way(need - available, line, fresh, self._now)
+            self._running = None
+            if not made_way:
+                if not self.seats.vacant:
+                    return None, "slots"
+                if not fresh:  # those are no victims in this pass, but may be in the next one
+                    self._refused[line] = (request.id, self.pool.releases)
+                return None, "blocks"
+            return self._try_seat(request, line, promised, fresh)
+        in_host = () if request.swapped is not None else self.prefixes.find_in_host(request, len(hits))
+        if self._running is not None:
+            self._running.add(candidate)
+        self.intake.seated(request, self._now)
+        return self.lifecycle.seat(request, hits, in_host, self._now), None
+
+    def _admits(self, candidate: Candidate, need: int, available: int, line: int) -> bool:
+        """Whether one of this line may have blocks. Where lower tiers can give way later, only the present counts."""
+        if need > available:
+            return False
+        if self.config.admission == "greedy" or self.preemption.outranks(line):
+            return True
+        if self._running is None:
+            self._running = self._running_columns()
+        return self.admission.admits(need, available, self._running, candidate)
+
+    def _running_columns(self) -> RunningColumns:
         seats = self.seats
+        slots = seats.ranked
+        if self.lifecycle.padding:
+            slots = slots[~seats.padding[slots]]
+        length = np.maximum(seats.length[slots], seats.computed[slots])
+        return RunningColumns(
+            length=length,
+            generated=length - seats.prompt[slots],
+            cap=seats.limit[slots] - seats.prompt[slots],
+            handle=seats.length_class[slots],
+            u=seats.luck[slots],
+            shared=max(int(seats.blocks_held[slots].sum()) - self.pool.live, 0),
+        )
+
+    def _demand(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What the seated could use in this step, int64 [lines] each, summed over a line and those above it: tokens
+        (decodes of all lines count everywhere), and the blocks they still need for all that they know."""
+        seats, lines = self.seats, len(self.waiting.lines)
         if not seats.taken:
-            return 0, 0
+            return np.zeros(lines, dtype=np.int64), np.zeros(lines, dtype=np.int64)
         slots = seats.ranked
         computed, goal, last = seats.computed[slots], seats.goal[slots], seats.last[slots]
         horizon = np.minimum(np.maximum(computed, goal) + 1, last)
-        needed = (horizon + self.pool.block_size - 1 >> self._shift) - seats.blocks_held[slots]
-        tokens = np.maximum(np.minimum(computed + 1, last), goal) - computed
-        return int(tokens.sum()), int(np.maximum(needed, 0).sum())
+        needed = np.maximum((horizon + self.pool.block_size - 1 >> self._shift) - seats.blocks_held[slots], 0)
+        prompt = np.maximum(goal - computed, 0)
+        decodes = int(np.count_nonzero((prompt == 0) & (computed < last)))
+        if lines == 1:
+            return np.array([prompt.sum() + decodes]), np.array([needed.sum()])
+        line = seats.line[slots]
+        tokens = np.bincount(line, weights=prompt, minlength=lines).cumsum() + decodes
+        blocks = np.bincount(line, weights=needed, minlength=lines).cumsum()
+        return tokens.astype(np.int64), blocks.astype(np.int64)
 
-    def _seat(self, request: Request, hits: list[int]) -> Seat:
-        self.waiting.remove(request)
-        self.pool.acquire(hits)
-        self.prefixes.count(request, hits)
-        protected = self._protected(request)
-        if protected:
-            self._protected_life += self._blocks_for(request.limit - 1)
-        slot = self.seats.seat(request, hits, protected=protected)
-        return Seat(
-            slot=slot,
-            token_ids=request.tokens,
-            prompt_tokens=request.prompt_tokens,
-            params=request.params,
-            seed=request.seed,
-            end_ids=request.end_ids,
-            blocks=np.array(hits, dtype=np.int32),
-        )
+    # ------------------------------------------------------------------ second pass: decodes
 
     def _plan_decodes(self, rows: PlanRows, budget: int) -> int:
         """Give every request without prompt left its next token; the longest unserved first when the budget
@@ -207,21 +396,26 @@ class Scheduler:
         return len(slots)
 
     def _plan_decodes_one_by_one(self, rows: PlanRows, slots: NDArray[np.int64]) -> int:
-        """The same when blocks are short: in policy order, so that those behind give way."""
+        """The same when blocks are short: in the order of ranks, so that those behind give way; padding comes last."""
         seats = self.seats
+        if self.lifecycle.padding:
+            slots = slots[np.argsort(seats.padding[slots], kind="stable")]
         used = 0
         for slot in slots.tolist():
             if seats.request_id[slot] < 0:  # gave way to one before it
                 continue
             grows = seats.computed[slot] >= seats.blocks_held[slot] << self._shift
-            if grows and not self._make_room(1, slot, rows):
+            if grows and not self.preemption.make_room(1, slot, rows, self._now):
                 continue
             self._add_row(rows, slot, 1, int(grows))
             used += 1
         return used
 
+    # ------------------------------------------------------------------ third pass: chunks
+
     def _plan_chunks(self, rows: PlanRows, budget: int) -> int:
-        """Give what is left of the budget to prompts, in policy order. Returns the tokens used.
+        """Give what is left of the budget to prompts, in the order of ranks; one that has let higher tiers go first for
+        too long goes before them. Returns the tokens used.
 
         Without chunked prefill a prompt goes whole or not at all; the first one may exceed the budget."""
         seats = self.seats
@@ -229,7 +423,11 @@ class Scheduler:
         if not seats.prefilling:
             return used
         slots = seats.ranked
-        for slot in slots[seats.computed[slots] < seats.goal[slots]].tolist():
+        slots = slots[seats.computed[slots] < seats.goal[slots]]
+        lower = seats.line[slots] > seats.line[slots[0]]
+        overdue = [slot for slot in slots[lower].tolist() if self._is_overdue(slot)]
+        order = [*overdue, *(slot for slot in slots.tolist() if slot not in overdue)] if overdue else slots.tolist()
+        for slot in order:
             if seats.request_id[slot] < 0:
                 continue
             computed, held = int(seats.computed[slot]), int(seats.blocks_held[slot])
@@ -240,22 +438,42 @@ class Scheduler:
                 break
             if count <= 0:
                 break
-            need = self._blocks_for(computed + count) - held
-            if not self._make_room(need, slot, rows):
+            need = self.lifecycle.blocks_for(computed + count) - held
+            if not self.preemption.make_room(need, slot, rows, self._now):
                 count = (held + self.pool.available << self._shift) - computed
                 if count <= 0 or not self.config.chunked_prefill:
                     continue
-                need = self._blocks_for(computed + count) - held
+                need = self.lifecycle.blocks_for(computed + count) - held
             self._add_row(rows, slot, count, max(need, 0))
             used += count
         return used
+
+    def _is_overdue(self, slot: int) -> bool:
+        """Whether a prompt has let higher tiers go first, since it was seated, for as long as they may."""
+        request = self.lifecycle.seated(slot)
+        return self._now - request.since_s > self.policy.gives_precedence_s(request.tier)
+
+    # ------------------------------------------------------------------ the plan
 
     def _add_row(self, rows: PlanRows, slot: int, count: int, new_blocks: int) -> None:
         blocks = self.pool.take(new_blocks)
         self.seats.append_blocks(slot, blocks)
         rows.add(slot, count, blocks)
 
-    def _make_plan(self, rows: PlanRows, seated: list[Seat]) -> Plan:
+    def _copies(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(device to host, host to device), int32 [m, 2]."""
+        host = self.host
+        if host is None:
+            return NO_COPIES, NO_COPIES
+        step_s = self.cost.predict(self.seats.taken, 0)
+        most = int(_WRITE_SHARE * step_s / max(self.copy_cost.seconds(1), 1e-9))
+        host.write_through(max(most, 1), self.pool.find)
+        to_host, to_device = host.take_copies()
+        return _columns(to_host), _columns(to_device)
+
+    def _make_plan(
+        self, rows: PlanRows, seated: list[Seat], to_host: NDArray[np.int32], to_device: NDArray[np.int32]
+    ) -> Plan:
         seats = self.seats
         self._seq += 1
         slots, counts, block_counts = rows.columns()
@@ -279,225 +497,55 @@ class Scheduler:
             new_blocks=np.array(rows.blocks, dtype=np.int32),
             new_block_count=block_counts.astype(np.int32),
             seats=tuple(seated),
+            to_host=to_host,
+            to_device=to_device,
         )
-        self._in_flight.append(plan)
+        self.lifecycle.in_flight.append(plan)
         return plan
-
-    # ------------------------------------------------------------------ blocks
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.pool.block_size)
-
-    def _make_room(self, count: int, slot: int, rows: PlanRows) -> bool:
-        """Preempt until ``count`` blocks are available to the request in ``slot``. False when those that may give
-        way hold too few; nobody is preempted then, unless blocks they share turn out to stay with others."""
-        missing = count - self.pool.available
-        if missing <= 0:
-            return True
-        victims: list[int] = []
-        for victim in self._victims(slot, rows):
-            victims.append(victim)
-            missing -= int(self.seats.blocks_held[victim])
-            if missing <= 0:
-                break
-        else:
-            return False
-        for victim in victims:
-            self._preempt(victim)
-        # Blocks that others share do not become available, so it may take more of them.
-        return self._make_room(count, slot, rows)
-
-    def _victims(self, slot: int, rows: PlanRows) -> Iterator[int]:
-        """Who may give way to the request in ``slot``, the last in policy order first: unprotected, without a row in
-        this plan, and behind the asker, unless that one is protected."""
-        seats = self.seats
-        for other in seats.ranked[::-1].tolist():
-            if other == slot:
-                if not seats.protected[slot]:
-                    return
-            elif not seats.protected[other] and other not in rows:
-                yield other
-
-    def _preempt(self, slot: int) -> None:
-        request = self._leave_seat(slot)
-        request.preemptions += 1
-        self.preemptions += 1
-        self.waiting.add(request)
-
-    def _leave_seat(self, slot: int) -> Request:
-        blocks = self.seats.held(slot)
-        request = self.seats.unseat(slot)
-        request.unsettled = sum(bool((plan.request == request.id).any()) for plan in self._in_flight)
-        if self._protected(request):
-            self._protected_life -= self._blocks_for(request.limit - 1)
-        self.pool.release(blocks)
-        return request
 
     # ------------------------------------------------------------------ settling
 
-    def settle(self, plan: Plan, result: Result) -> StepOutput:
+    def settle(self, plan: Plan, result: Result, now: float) -> StepOutput:
         """Take in what a step computed; plans are settled in their order."""
-        oldest = self._in_flight.popleft()
+        oldest = self.lifecycle.in_flight.popleft()
         assert oldest is plan, "plans are settled in their order"
-        seats = self.seats
-        started: list[Started] = []
-        finished: list[Finished] = []
-        ids, tokens, logprobs = plan.request, result.token_ids, result.logprobs
-        slots, end, sampled, new = plan.slot, plan.start + plan.count, plan.samples, tokens
-        if len(tokens) != len(slots):
-            ids = ids[sampled]
-        alive = seats.request_id[slots] == plan.request
-        if not alive.all():
-            emitted = self._settle_departed(plan, result, alive, started, finished)
-            ids, tokens, logprobs = ids[emitted], tokens[emitted], _keep(logprobs, emitted)
-            new = new[alive[sampled]]
-            slots, end, sampled = slots[alive], end[alive], sampled[alive]
-        if len(new) != len(slots):
-            for slot, position in zip(slots[~sampled].tolist(), end[~sampled].tolist(), strict=True):
-                self.prefixes.publish(self._seated(slot), seats, position)
-            slots, end = slots[sampled], end[sampled]
-        seats.tokens[slots, end] = new
-        watched = end >= seats.watch[slots]
-        seats.length[slots] = end + 1
-        ended = (seats.end_ids[slots] == new[:, None]).any(axis=1)
-        for i in np.flatnonzero(watched | ended).tolist():
-            request, position = self._seated(slots[i]), int(end[i])
-            self.prefixes.publish(request, seats, position)
-            if position == request.prompt_tokens:
-                started.append(self._start(request))
-            if ended[i] or position + 1 >= request.limit:
-                finished.append(self._finish(request, int(new[i])))
-            else:
-                seats.watch[request.slot] = self._next_event(request, position + 1)
-        return StepOutput(ids=ids, tokens=tokens, finished=finished, started=started, logprobs=logprobs)
-
-    def _settle_departed(
-        self,
-        plan: Plan,
-        result: Result,
-        alive: NDArray[np.bool_],
-        started: list[Started],
-        finished: list[Finished],
-    ) -> NDArray[np.bool_]:
-        """Rows whose request lost its seat meanwhile. One that was preempted keeps its token; of one that
-        has ended nothing is published. Returns bool [sampling rows]: whose tokens go out."""
-        emitted = alive[plan.samples].copy()
-        place = np.cumsum(plan.samples) - 1
-        for row in np.flatnonzero(~alive).tolist():
-            request = self._requests[int(plan.request[row])]
-            request.unsettled -= 1
-            if request.finish is not None:
-                self.wasted_rows[self._left_for[request.id]] += 1
-                self._forget_when_settled(request)
-            elif plan.samples[row]:
-                token = result.token_ids[place[row]]
-                emitted[place[row]] = True
-                request.tokens = np.append(request.tokens, token)
-                if request.output_tokens == 1:
-                    started.append(self._start(request))
-                if token in request.end_ids or len(request.tokens) >= request.limit:
-                    finished.append(self._finish(request, int(token)))
-        return emitted
-
-    def _next_event(self, request: Request, end: int) -> int:
-        """The first position from ``end`` on whose settling is an event: the first output token, a full block, the
-        length limit."""
-        event = request.limit - 1
-        if request.prompt_tokens >= end:
-            event = min(event, request.prompt_tokens)
-        if request.keys is not None:
-            event = min(event, (request.published + 1) * self.pool.block_size)
-        return event
-
-    def _start(self, request: Request) -> Started:
-        """Its first token is there, so its prompt is in the cache."""
-        for follower in request.followers:
-            self._open_gate(follower)
-        request.followers.clear()
-        return Started(request.id, request.cached_tokens or 0)
-
-    def _finish(self, request: Request, token: int) -> Finished:
-        """End a request that met an end token or its length limit with ``token``."""
-        met = token in request.end_ids
-        reason = FinishReason.STOP if met else FinishReason.LENGTH
-        self._end(request, reason, "end_token")
-        return Finished(request.id, reason, token if met else None)
-
-    def _end(self, request: Request, finish: FinishReason, left_for: str) -> None:
-        request.finish = finish
-        if request.slot >= 0:
-            self._leave_seat(request.slot)
-        else:
-            self.waiting.remove(request)
-        self._hand_over(request)
-        self._left_for[request.id] = left_for
-        self._forget_when_settled(request)
-
-    def _forget_when_settled(self, request: Request) -> None:
-        if not request.unsettled:
-            del self._requests[request.id], self._left_for[request.id]
-
-    def _hand_over(self, leader: Request) -> None:
-        """A leader that ends before its first token: one of its siblings goes ahead instead."""
-        followers = [follower for follower in leader.followers if follower.finish is None]
-        leader.followers.clear()
-        if followers:
-            heir, *others = followers
-            heir.leader = leader.leader
-            self._open_gate(heir)
-            for other in others:
-                other.leader = heir
-            heir.followers = others
-
-    @staticmethod
-    def _open_gate(request: Request) -> None:
-        assert request.gate is not None
-        request.gate.open = True
-
-    def _seated(self, slot: int) -> Request:
-        request = self.seats.requests[slot]
-        assert request is not None
-        return request
-
-    def _has_output(self, request: Request) -> bool:
-        length = self.seats.length[request.slot] if request.slot >= 0 else len(request.tokens)
-        return bool(length > request.prompt_tokens)
+        self._now = now
+        self.stuck = False
+        self.lifecycle.waits.advance(now)
+        if result.elapsed_s > 0 and len(plan.slot):
+            self.cost.observe(plan.num_tokens, int((plan.start + plan.count).sum()), result.elapsed_s)
+        copies = len(plan.to_host) + len(plan.to_device)
+        if copies:
+            assert self.host is not None
+            self.host.settled()
+            if result.copy_s > 0:
+                self.copy_cost.observe(copies, result.copy_s)
+        pad = self.config.padded_rows and self.config.batching != "continuous"
+        settlement = Settlement(self.lifecycle, now, pad=pad)
+        output = settlement.settle(plan, result)
+        for request in settlement.first_tokens:
+            self.intake.first_token(request, now)
+        return output
 
     # ------------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Raise ``AssertionError`` unless blocks, seats and requests agree. For tests and for idle moments."""
-        seats = self.seats
-        seated = seats.ranked.tolist()
-        self.pool.check([seats.held(slot) for slot in seated])
-        assert seats.taken + seats.vacant == len(seats.requests)
-        assert seats.prefilling == int((seats.computed[seated] < seats.goal[seated]).sum())
-        for slot in seated:
-            request = self._seated(slot)
-            assert request.slot == slot
-            assert request.preemptions <= MAX_PREEMPTIONS
-            assert seats.protected[slot] == self._protected(request)
-            assert self._requests[request.id] is request
-            assert seats.blocks_held[slot] == self._blocks_for(int(seats.computed[slot]))
-            assert seats.length[slot] <= seats.limit[slot]
-        lives = [self._blocks_for(int(seats.last[slot])) for slot in seated if seats.protected[slot]]
-        assert sum(lives) == self._protected_life <= self.pool.num_blocks
-        for request in self.waiting:
-            assert request.slot < 0
-            assert self._requests[request.id] is request
-        if not self.has_work and not self._requests:
-            assert self.pool.live == 0
+        """Raise ``AssertionError`` unless all bookkeeping agrees. For tests and for idle moments."""
+        self.lifecycle.check()
+        if self.host is not None:
+            self.host.check([r.swapped.host_blocks for r in self.waiting if r.swapped is not None])
 
 
-def _keep(logprobs: LogprobColumns | None, emitted: NDArray[np.bool_]) -> LogprobColumns | None:
-    """The log-probabilities of the emitted tokens, indexing those."""
-    if logprobs is None:
-        return None
-    kept = emitted[logprobs.row]
-    place = np.cumsum(emitted) - 1
-    return LogprobColumns(
-        row=place[logprobs.row[kept]].astype(np.int32),
-        chosen=logprobs.chosen[kept],
-        top_ids=logprobs.top_ids[kept],
-        top=logprobs.top[kept],
+def _candidate(request: Request, shared: int) -> Candidate:
+    return Candidate(
+        length=len(request.tokens),
+        generated=request.output_tokens,
+        cap=request.limit - request.prompt_tokens,
+        handle=request.length_class,
+        u=request.luck,
+        shared=shared,
     )
+
+
+def _columns(copies: list[tuple[int, int]]) -> NDArray[np.int32]:
+    return np.array(copies, dtype=np.int32) if copies else NO_COPIES

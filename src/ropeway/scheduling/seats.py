@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ropeway.request import Request
+from ropeway.scheduling.policy import Rank
 
 Slots = NDArray[np.int64]
 
@@ -28,8 +31,9 @@ class Seats:
 
         max_blocks = -(-max_len // block_size)
         self.request_id = column(-1)
-        self.order = column()
-        """Place in the policy's order; lower goes first."""
+        self.tier = column()
+        self.line = column()
+        """Of the queue it came from: a lower number may take what a higher one holds."""
         self.length = column()
         self.computed = column()
         self.goal = column()
@@ -45,15 +49,22 @@ class Seats:
         """Number of the last plan with a row of it."""
         self.protected = np.zeros(slots, dtype=np.bool_)
         """Preempted so often that it is no victim any more."""
+        self.padding = np.zeros(slots, dtype=np.bool_)
+        """Finished, and computed on until its batch ends."""
+        self.length_class = column()
+        self.luck: NDArray[np.float64] = np.zeros(slots, dtype=np.float64)
         self.tokens: NDArray[np.int32] = np.empty((slots, max_len), dtype=np.int32)
         self.blocks: NDArray[np.int32] = np.empty((slots, max_blocks), dtype=np.int32)
         self.end_ids: NDArray[np.int32] = np.full((slots, 4), -1, dtype=np.int32)
         self.requests: list[Request | None] = [None] * slots
         self.prefilling = 0
         """Seated requests with computed < goal."""
+        self.ranked: Slots = np.empty(0, dtype=np.int64)
+        """Seated slots in the order of ranks; not to be changed in place."""
+        self._ranks: list[Rank] = []
+        """Their ranks."""
         self._free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
-        self._ranked: Slots | None = None
 
     @property
     def taken(self) -> int:
@@ -63,40 +74,37 @@ class Seats:
     def vacant(self) -> int:
         return len(self._free)
 
-    @property
-    def ranked(self) -> Slots:
-        """Seated slots in policy order; not to be changed in place."""
-        if self._ranked is None:
-            seated = np.flatnonzero(self.request_id >= 0)
-            self._ranked = seated[np.argsort(self.order[seated], kind="stable")]
-        return self._ranked
-
-    def seat(self, request: Request, blocks: list[int], *, protected: bool) -> int:
-        """Give the request a slot, its first ``blocks`` already holding computed keys and values."""
+    def seat(self, request: Request, rank: Rank, blocks: list[int], *, computed: int, protected: bool) -> int:
+        """Give the request a slot; its first ``blocks`` hold the keys and values of positions [0, computed)."""
         slot = self._free.pop()
         length = len(request.tokens)
         request.slot = slot
         self.requests[slot] = request
         self.request_id[slot] = request.id
-        self.order[slot] = request.order
+        self.tier[slot] = request.tier
+        self.line[slot] = rank[0]
         self.length[slot] = self.goal[slot] = length
-        self.computed[slot] = len(blocks) * self._block_size
+        self.computed[slot] = computed
         self.limit[slot] = request.limit
         self.last[slot] = request.limit - 1
         self.prompt[slot] = request.prompt_tokens
         self.blocks_held[slot] = len(blocks)
-        request.published = len(blocks)
         self.protected[slot] = protected
+        self.padding[slot] = False
+        self.length_class[slot] = request.length_class
+        self.luck[slot] = request.luck
         self.tokens[slot, :length] = request.tokens
         self.blocks[slot, : len(blocks)] = blocks
         self._set_end_ids(slot, request.end_ids)
         self.watch[slot] = 0  # its first sampled token is an event, whatever it is
         self.served[slot] = 0
         self.prefilling += 1
-        self._ranked = None
+        place = bisect_left(self._ranks, rank)
+        self._ranks.insert(place, rank)
+        self.ranked = np.concatenate((self.ranked[:place], (slot,), self.ranked[place:]))
         return slot
 
-    def unseat(self, slot: int) -> Request:
+    def unseat(self, slot: int, rank: Rank) -> Request:
         """Take the slot back; the request carries its tokens on. Its blocks are the caller's to release,
         and must be read before."""
         request = self.requests[slot]
@@ -107,8 +115,19 @@ class Seats:
         self.requests[slot] = None
         self.request_id[slot] = -1
         self._free.append(slot)
-        self._ranked = None
+        place = bisect_left(self._ranks, rank)
+        assert self.ranked[place] == slot
+        del self._ranks[place]
+        self.ranked = np.concatenate((self.ranked[:place], self.ranked[place + 1 :]))
         return request
+
+    def pad(self, slot: int) -> None:
+        """The request in this slot has ended; its row goes on as padding, as far as the columns reach."""
+        self.padding[slot] = True
+        self.limit[slot] = self.tokens.shape[1]
+        self.last[slot] = self.limit[slot] - 1
+        self.end_ids[slot] = -1
+        self.watch[slot] = self.tokens.shape[1]
 
     def held(self, slot: int) -> list[int]:
         """Block table of a slot."""

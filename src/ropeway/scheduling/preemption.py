@@ -1,0 +1,133 @@
+"""Who gives way when blocks run out, or when a higher tier needs a seat; and how: by swap or by recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.config import SchedulerConfig
+from ropeway.scheduling.admission import Reservation
+from ropeway.scheduling.cost import CopyCost, StepCost
+from ropeway.scheduling.lifecycle import Lifecycle
+from ropeway.scheduling.plan_rows import PlanRows
+
+
+class Preemption:
+    """Chooses victims and takes their seats."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        lifecycle: Lifecycle,
+        cost: StepCost,
+        copy_cost: CopyCost,
+        reservation: Reservation,
+    ) -> None:
+        """``reservation`` learns of those that gave way for want of blocks."""
+        self._config = config
+        self._lifecycle = lifecycle
+        self._seats = lifecycle.seats
+        self._cost = cost
+        self._copy_cost = copy_cost
+        self._reservation = reservation
+
+    # ------------------------------------------------------------------ for a higher tier's sake
+
+    def outranks(self, line: int, fresh: Collection[int] = ()) -> bool:
+        """Whether somebody seated may give way at admission to one of this line. ``fresh``: slots given in this very
+        pass, which are kept."""
+        return next(self._lower(line, fresh), None) is not None
+
+    def _lower(self, line: int, fresh: Collection[int]) -> Iterator[int]:
+        """Seats that a request of ``line`` may take, best first: of lower tiers that are preemptible, not protected,
+        and not given in this very pass."""
+        if self._lifecycle.policy.tiered and self._seats.taken and line < int(self._seats.line[self._seats.ranked[-1]]):
+            for slot in self._by_cost(self._seats.ranked):
+                if self._seats.line[slot] <= line:
+                    return
+                if self._lifecycle.tiers[self._seats.tier[slot]].preemptible and slot not in fresh:
+                    yield slot
+
+    def make_way(self, missing: int, line: int, fresh: Collection[int], now: float) -> bool:
+        """Preempt lower tiers until a slot is vacant and ``missing`` blocks more are available; False, and nobody is
+        preempted, when that is beyond them."""
+        victims: list[int] = []
+        slots = 0 if self._seats.vacant else 1
+        for victim in self._lower(line, fresh):
+            if missing <= 0 and slots <= 0:
+                break
+            victims.append(victim)
+            missing -= int(self._seats.blocks_held[victim])
+            slots -= 1
+        if missing > 0 or slots > 0 or not victims:
+            return False
+        for victim in victims:
+            self.preempt(victim, now, for_tier=True)
+        return True
+
+    def _by_cost(self, ranked: NDArray[np.int64]) -> list[int]:
+        """Of these seats those that are not protected: padding first, then the lowest tier, there the one with the
+        least computed, whose resume is cheapest either way, then the last in rank."""
+        seats = self._seats
+        place = np.flatnonzero(~seats.protected[ranked] | seats.padding[ranked])
+        slots = ranked[place]
+        order = np.lexsort((-place, seats.computed[slots], -seats.line[slots], ~seats.padding[slots]))
+        chosen: list[int] = slots[order].tolist()
+        return chosen
+
+    # ------------------------------------------------------------------ for want of blocks
+
+    def make_room(self, count: int, slot: int, rows: PlanRows, now: float) -> bool:
+        """Preempt until ``count`` blocks are available to the request in ``slot``. False when those that may give
+        way hold too few; nobody is preempted then, unless blocks they share turn out to stay with others."""
+        missing = count - self._lifecycle.pool.available
+        if missing <= 0:
+            return True
+        if self._seats.padding[slot]:
+            return False
+        victims: list[int] = []
+        for victim in self._victims(slot, rows):
+            victims.append(victim)
+            missing -= int(self._seats.blocks_held[victim])
+            if missing <= 0:
+                break
+        else:
+            return False
+        for victim in victims:
+            self.preempt(victim, now)
+        # Blocks that others share do not become available, so it may take more of them.
+        return self.make_room(count, slot, rows, now)
+
+    def _victims(self, slot: int, rows: PlanRows) -> Iterator[int]:
+        """Who may give way to the request in ``slot``, the best first: without a row in this plan, and behind the asker
+        in rank, unless that one is protected; and padding."""
+        ranked = self._seats.ranked
+        if not self._seats.protected[slot]:
+            behind = np.arange(len(ranked)) > np.flatnonzero(ranked == slot)[0]
+            ranked = ranked[behind | self._seats.padding[ranked]]
+        return (other for other in self._by_cost(ranked) if other != slot and other not in rows)
+
+    # ------------------------------------------------------------------ how
+
+    def preempt(self, slot: int, now: float, *, for_tier: bool = False) -> None:
+        """Take a seat; its request waits again, or was padding and is gone."""
+        if self._seats.padding[slot]:
+            self._lifecycle.drop_padding(slot)
+            return
+        ledger = self._lifecycle.ledgers[self._seats.tier[slot]]
+        self._lifecycle.preempt(slot, now, swap=self._swaps(slot))
+        if for_tier:
+            ledger.preemptions["admission"] += 1
+        else:
+            self._reservation.preempted()
+
+    def _swaps(self, slot: int) -> bool:
+        """Whether copying a request's blocks out and back is thought to cost less than computing them again."""
+        if self._lifecycle.host is None or self._config.preemption == "recompute":
+            return False
+        if self._config.preemption == "swap":
+            return True
+        blocks, tokens = int(self._seats.blocks_held[slot]), int(self._seats.computed[slot])
+        return 2 * self._copy_cost.seconds(blocks) < tokens * self._cost.token_s

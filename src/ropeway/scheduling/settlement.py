@@ -1,0 +1,114 @@
+"""Taking in what a step computed: tokens to their requests, events to the outside."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropeway.outcome import Finished, LogprobColumns, Started, StepOutput
+from ropeway.plan import Plan, Result
+from ropeway.request import Request
+from ropeway.scheduling.lifecycle import Lifecycle
+
+
+class Settlement:
+    """One plan being settled."""
+
+    def __init__(self, lifecycle: Lifecycle, now: float, *, pad: bool) -> None:
+        """``pad``: rows of requests that finish go on as padding."""
+        self._lifecycle = lifecycle
+        self._now = now
+        self._pad = pad
+        self.first_tokens: list[Request] = []
+        """Requests whose first token this is."""
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+
+    def settle(self, plan: Plan, result: Result) -> StepOutput:
+        lifecycle, seats = self._lifecycle, self._lifecycle.seats
+        ids, tokens, logprobs = plan.request, result.token_ids, result.logprobs
+        slots, end, sampled, new = plan.slot, plan.start + plan.count, plan.samples, tokens
+        if len(tokens) != len(slots):
+            ids = ids[sampled]
+        alive = seats.request_id[slots] == plan.request
+        if lifecycle.padding:
+            alive &= ~seats.padding[slots]
+        if not alive.all():
+            emitted = self._settle_departed(plan, result, alive)
+            ids, tokens, logprobs = ids[emitted], tokens[emitted], _keep(logprobs, emitted)
+            new = new[alive[sampled]]
+            slots, end, sampled = slots[alive], end[alive], sampled[alive]
+        if len(new) != len(slots):
+            for slot, position in zip(slots[~sampled].tolist(), end[~sampled].tolist(), strict=True):
+                lifecycle.prefixes.publish(lifecycle.seated(slot), seats, position)
+            slots, end = slots[sampled], end[sampled]
+        seats.tokens[slots, end] = new
+        watched = end >= seats.watch[slots]
+        seats.length[slots] = end + 1
+        ended = (seats.end_ids[slots] == new[:, None]).any(axis=1)
+        for i in np.flatnonzero(watched | ended).tolist():
+            self._event(lifecycle.seated(slots[i]), int(end[i]), int(new[i]), bool(ended[i]))
+        return StepOutput(ids=ids, tokens=tokens, finished=self._finished, started=self._started, logprobs=logprobs)
+
+    def _event(self, request: Request, position: int, token: int, ended: bool) -> None:
+        """``token`` at ``position`` is the first one, fills a block before it, or is the last one."""
+        lifecycle = self._lifecycle
+        lifecycle.prefixes.publish(request, lifecycle.seats, position)
+        lifecycle.saw_token(request, self._now)
+        if position == request.prompt_tokens:
+            self._start(request)
+        if ended or position + 1 >= request.limit:
+            self._finished.append(lifecycle.finish(request, token, self._now, pad=self._pad))
+        else:
+            lifecycle.seats.watch[request.slot] = self._next_event(request, position + 1)
+
+    def _settle_departed(self, plan: Plan, result: Result, alive: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Rows whose request lost its seat meanwhile, or has finished. One that was preempted keeps its token; of one
+        that has ended nothing is published. Returns bool [sampling rows]: whose tokens go out."""
+        lifecycle = self._lifecycle
+        emitted = alive[plan.samples].copy()
+        place = np.cumsum(plan.samples) - 1
+        for row in np.flatnonzero(~alive).tolist():
+            request = lifecycle.requests[int(plan.request[row])]
+            if request.slot < 0:
+                request.unsettled -= 1
+            if request.finish is not None:
+                lifecycle.settled_in_vain(request)
+            elif plan.samples[row]:
+                token = result.token_ids[place[row]]
+                emitted[place[row]] = True
+                request.tokens = np.append(request.tokens, token)
+                if request.output_tokens == 1:
+                    self._start(request)
+                if token in request.end_ids or len(request.tokens) >= request.limit:
+                    self._finished.append(lifecycle.finish(request, int(token), self._now))
+        return emitted
+
+    def _next_event(self, request: Request, end: int) -> int:
+        """The first position from ``end`` on whose settling is an event: the first output token, a full block, the
+        length limit."""
+        event = request.limit - 1
+        if request.prompt_tokens >= end:
+            event = min(event, request.prompt_tokens)
+        if request.keys is not None:
+            event = min(event, (request.published + 1) * self._lifecycle.pool.block_size)
+        return event
+
+    def _start(self, request: Request) -> None:
+        self._lifecycle.open_followers(request)
+        self.first_tokens.append(request)
+        self._started.append(Started(request.id, request.cached_tokens or 0))
+
+
+def _keep(logprobs: LogprobColumns | None, emitted: NDArray[np.bool_]) -> LogprobColumns | None:
+    """The log-probabilities of the emitted tokens, indexing those."""
+    if logprobs is None:
+        return None
+    kept = emitted[logprobs.row]
+    place = np.cumsum(emitted) - 1
+    return LogprobColumns(
+        row=place[logprobs.row[kept]].astype(np.int32),
+        chosen=logprobs.chosen[kept],
+        top_ids=logprobs.top_ids[kept],
+        top=logprobs.top[kept],
+    )
