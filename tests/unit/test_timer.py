@@ -82,5 +82,6 @@ def test_steps_take_what_their_plans_say_and_sample_a_token_per_row(clock: Clock
     assert clock.now == pytest.approx(100.8)
     assert result.token_ids.dtype == np.int32
     assert result.token_ids.tolist() == [6 % 3 + 1, 2 % 3 + 1]
+    assert result.elapsed_s == pytest.approx(0.8)
     assert executor.stream.busy_s == pytest.approx(0.8)
     executor.close()

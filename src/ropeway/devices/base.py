@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ropeway.devices.memory import Memory
+
 Layout = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 KVDtype = Literal["fp32", "bf16"]
 Activations = Literal["int16", "int8"]
@@ -181,6 +183,14 @@ class KVCache(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
+        """Copy device block ``blocks[i]``, all layers, to ``host[places[i]]`` (uint8 [host blocks, block bytes])."""
+        ...
+
+    def to_device(self, places: NDArray[np.int32], host: NDArray[np.uint8], blocks: NDArray[np.int32]) -> None:
+        """Copy ``host[places[i]]`` to device block ``blocks[i]``: bit for bit what ``to_host`` took from one."""
+        ...
+
 
 class Kernels(Protocol):
     """Pure functions: they read their arguments and return new tensors; only ``write_kv`` writes, to the
@@ -259,14 +269,6 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of the device's memory (on a CPU within the control group's limit, if there is one)."""
-
-    total: int
-    available: int
-
-
 class Device(Protocol):
     name: str
     kernels: Kernels
@@ -298,6 +300,11 @@ class Device(Protocol):
         self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
     ) -> KVCache:
         """Storage for keys and values; raises ``OutOfMemory``."""
+        ...
+
+    def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
+        """uint8 [count, block_bytes] of host memory that ``KVCache.to_host`` copies to, pinned where the device gains
+        by it. Raises ``OutOfMemory``."""
         ...
 
     def report(self) -> dict[str, str]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from ropeway.devices.base import Memory
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the device's memory (on a CPU within the control group's limit, if there is one)."""
+
+    total: int
+    available: int
 
 
 def host_memory() -> Memory:

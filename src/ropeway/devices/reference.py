@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ropeway.devices import pages
 from ropeway.devices.base import (
     ACTIVATION_DIGITS,
     ACTIVATION_GROUP,
@@ -31,14 +32,13 @@ from ropeway.devices.base import (
     KVCache,
     KVDtype,
     Layout,
-    Memory,
     Sampled,
     SampleInputs,
     StepShape,
     Stream,
     Weight,
 )
-from ropeway.devices.memory import host_memory
+from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.reference_sampling import sample
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import OutOfMemory
@@ -108,6 +108,23 @@ class ReferenceKVCache:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
+        """See ``devices.base.KVCache``. A host block holds the keys of all layers, then the values."""
+        keys, values = self._bytes(self.keys), self._bytes(self.values)
+        for block, place in pages.copy_pairs(blocks, self.num_blocks, places, len(host)):
+            copy = host[place].reshape(2, *keys[:, block].shape)
+            copy[0], copy[1] = keys[:, block], values[:, block]
+
+    def to_device(self, places: NDArray[np.int32], host: NDArray[np.uint8], blocks: NDArray[np.int32]) -> None:
+        """See ``devices.base.KVCache``."""
+        keys, values = self._bytes(self.keys), self._bytes(self.values)
+        for block, place in pages.copy_pairs(blocks, self.num_blocks, places, len(host)):
+            keys[:, block], values[:, block] = host[place].reshape(2, *keys[:, block].shape)
+
+    def _bytes(self, stored: Tensor) -> NDArray[np.uint8]:
+        """uint8 [layers, num_blocks, bytes of a block's layer], the same memory."""
+        return stored.view(torch.uint8).view(stored.shape[0], self.num_blocks, -1).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +320,9 @@ class ReferenceDevice:
             for _ in range(2)
         )
         return ReferenceKVCache(keys, values, num_blocks, block_size)
+
+    def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
+        return pages.host_blocks(count, block_bytes)
 
     def report(self) -> dict[str, str]:
         return {

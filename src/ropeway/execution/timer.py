@@ -13,9 +13,10 @@ from ropeway.plan import Plan, Result
 class TimerWork:
     """A step on the timed stream."""
 
-    def __init__(self, plan: Plan, event: TimedEvent, vocab_size: int) -> None:
+    def __init__(self, plan: Plan, event: TimedEvent, duration_s: float, vocab_size: int) -> None:
         self.plan = plan
         self._event = event
+        self._duration_s = duration_s
         self._vocab_size = vocab_size
 
     def sample(self) -> None:
@@ -25,7 +26,8 @@ class TimerWork:
         """Wait for the step's end. Tokens depend on their position only and avoid id 0."""
         self._event.wait()
         position = (self.plan.start + self.plan.count)[self.plan.samples]
-        return Result((position % (self._vocab_size - 1) + 1).astype(np.int32))
+        token_ids = (position % (self._vocab_size - 1) + 1).astype(np.int32)
+        return Result(token_ids, elapsed_s=self._duration_s)
 
 
 class TimerExecutor:
@@ -37,7 +39,8 @@ class TimerExecutor:
         self._vocab_size = vocab_size
 
     def forward(self, plan: Plan) -> TimerWork:
-        return TimerWork(plan, self.stream.submit(self._step_s(plan)), self._vocab_size)
+        duration_s = self._step_s(plan)
+        return TimerWork(plan, self.stream.submit(duration_s), duration_s, self._vocab_size)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ropeway.devices import pages
 from ropeway.devices.base import (
     ACTIVATION_DIGITS,
     Activations,
@@ -17,13 +18,12 @@ from ropeway.devices.base import (
     Kernels,
     KVCache,
     KVDtype,
-    Memory,
     Stream,
     Weight,
 )
 from ropeway.devices.cpu import _native, kv, weights
 from ropeway.devices.cpu.kernels import CpuKernels
-from ropeway.devices.memory import host_memory
+from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.processor import available_cores
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import ConfigError
@@ -85,6 +85,9 @@ class CpuDevice:
         self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
     ) -> KVCache:
         return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype)
+
+    def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
+        return pages.host_blocks(count, block_bytes)
 
     def bandwidth(self) -> float:
         """Bytes per second that all threads read from memory together, far beyond the caches: the best of several

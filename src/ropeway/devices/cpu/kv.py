@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
+from numpy.typing import NDArray
 
 from ropeway.devices.base import KVDtype
 from ropeway.devices.cpu import _native
 from ropeway.devices.memory import host_memory
+from ropeway.devices.pages import copy_pairs, mib, zeroed_pages
 from ropeway.errors import OutOfMemory
 
 _ELEMENT_BYTES: dict[KVDtype, int] = {"fp32": 4, "bf16": 2}
@@ -49,26 +49,20 @@ class CpuKVCache:
         available = host_memory().available
         if self.nbytes > available:
             raise OutOfMemory(
-                f"a KV pool of {num_blocks} blocks needs {_mib(self.nbytes)}, but only {_mib(available)} are "
+                f"a KV pool of {num_blocks} blocks needs {mib(self.nbytes)}, but only {mib(available)} are "
                 f"available; the largest that fits is {available // bytes_each} blocks"
             )
-        self.data = _allocate(self.nbytes, num_blocks).reshape(num_blocks, bytes_each)
+        self.data = zeroed_pages(self.nbytes, f"a KV pool of {num_blocks} blocks").reshape(num_blocks, bytes_each)
         self.native = _native.KVStorage(self.data.ctypes.data, layers, kv_heads, head_dim, block_size, dtype == "bf16")
 
+    def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
+        """See ``devices.base.KVCache``. Pairs are copied in their order, each in one piece."""
+        data = self.data
+        for block, place in copy_pairs(blocks, self.num_blocks, places, len(host)):
+            host[place] = data[block]
 
-def _allocate(size: int, num_blocks: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Zeroed bytes, aligned to a page, in large pages where the system offers them."""
-    try:
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise OutOfMemory(
-            f"a KV pool of {num_blocks} blocks needs {_mib(size)}, which the system refuses ({error}); "
-            "ask for fewer blocks"
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8, count=size)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
+    def to_device(self, places: NDArray[np.int32], host: NDArray[np.uint8], blocks: NDArray[np.int32]) -> None:
+        """See ``devices.base.KVCache``. Pairs are copied in their order, each in one piece."""
+        data = self.data
+        for block, place in copy_pairs(blocks, self.num_blocks, places, len(host)):
+            data[block] = host[place]
