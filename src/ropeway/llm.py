@@ -14,16 +14,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from ropeway.config import Config
-from ropeway.engine.client import AsyncEngine, Delta, Usage
+from ropeway.engine.client import AsyncEngine, Delta, RequestOptions, Usage, error_of
 from ropeway.engine.completions import CompletionText, Router
 from ropeway.engine.messages import NewRequest
 from ropeway.engine.submission import Submitter
 from ropeway.errors import EngineDead, InvalidRequest
 from ropeway.loading.sources import resolve as resolve_source
-from ropeway.outcome import StepOutput
+from ropeway.outcome import Refusal, StepOutput
 from ropeway.request import Completion, RequestOutput, SamplingParams
 from ropeway.settings import resolve as resolve_settings
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.tiers import find_tier
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,14 @@ class _Call:
             outputs=[Completion(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)],
         )
         self.open = params.n
-        self.error: str | None = None
+        self.refusal: Refusal | None = None
         self.news: deque[Delta] | None = None
         """Deltas for whoever reads them one by one."""
 
     def add(self, delta: Delta) -> None:
         if self.news is not None:
             self.news.append(delta)
-        self.error = self.error or delta.error
+        self.refusal = self.refusal or delta.refusal
         completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids += delta.token_ids
@@ -61,9 +62,9 @@ class _Call:
             self.open -= 1
 
     def result(self) -> RequestOutput:
-        """The whole output; raises ``EngineDead`` if the engine failed on the way."""
-        if self.error is not None:
-            raise EngineDead(self.error)
+        """The whole output; raises what the engine refused or ended it with."""
+        if self.refusal is not None:
+            raise error_of(self.refusal)
         return self.output
 
 
@@ -101,11 +102,14 @@ class LLM:
             end_ids=() if self.tokenizer is None else self.tokenizer.eos_ids,
             vocab_size=None if self.tokenizer is None else self.tokenizer.vocab_size,
         )
+        self._assembly = assembly
         self.engine = assembly.engine
         self.info = assembly.info
         self.worker = assembly.worker
         self._submitter = Submitter(self.info)
         self._ahead = int(self.config.engine.async_scheduling)
+        self._received = False
+        """Whether the engine has said anything since its last step began."""
         self._closed = False
 
     def generate(
@@ -145,14 +149,14 @@ class LLM:
     ) -> Iterator[Delta]:
         """The answer as it is made. Leaving the loop early aborts it."""
         ids = self._need_tokenizer().encode_chat(messages, **template)
-        call = self._submit(None, self._submitter.prepare(ids, params or _CHAT))
+        call = self._submit(None, self._prepare(ids, params or _CHAT))
         call.news = deque()
         try:
             while call.open or call.news:
                 while call.news:
                     yield call.news.popleft()
                 if call.open:
-                    self.engine.step(self._ahead)
+                    self._step()
             call.result()
         finally:
             self._abort([call])
@@ -161,7 +165,7 @@ class LLM:
         """Give memory and threads back. May be called twice."""
         if not self._closed:
             self._closed = True
-            self.engine.close()
+            self._assembly.close()
 
     def __enter__(self) -> Self:
         return self
@@ -194,22 +198,34 @@ class LLM:
     def _run(
         self, requests: Sequence[tuple[str | None, Sequence[int], SamplingParams]], *, progress: bool
     ) -> list[RequestOutput]:
-        groups = [self._submitter.prepare(ids, params) for _, ids, params in requests]
+        groups = [self._prepare(ids, params) for _, ids, params in requests]
         calls: list[_Call] = []
         try:
             for (text, _, _), group in zip(requests, groups, strict=True):
                 calls.append(self._submit(text, group))
+                if calls[-1].refusal is not None:
+                    calls[-1].result()
             with _progress_bar(calls, shown=progress) as show:
                 first_open = 0
                 while first_open < len(calls):
                     if calls[first_open].open:
-                        self.engine.step(self._ahead)
+                        self._step()
                         show()
                     else:
                         first_open += 1
         finally:
             self._abort(calls)
         return [call.result() for call in calls]
+
+    def _prepare(self, ids: Sequence[int], params: SamplingParams) -> list[NewRequest]:
+        """Of the lowest tier: nobody waits for one answer of many."""
+        return self._submitter.prepare(ids, params, tier=len(self.info.tiers) - 1)
+
+    def _step(self) -> None:
+        steps, self._received = self.engine.steps, False
+        self.engine.step(self._ahead)
+        if self.engine.steps == steps and not self._received:
+            time.sleep(self.engine.patience_s())  # nothing can run until something changes, such as a load from disk
 
     def _abort(self, calls: Sequence[_Call]) -> None:
         """Drop what has not ended, and let the device finish what is under way."""
@@ -221,6 +237,7 @@ class LLM:
         self.engine.drain()
 
     def _receive(self, output: StepOutput) -> None:
+        self._received = True
         news, stopped = self._router.receive(output)
         for call, delta in news:
             call.add(delta)
@@ -244,11 +261,14 @@ class AsyncLLM:
 
         return cls(await start_engine(_settings(model, fields)))
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Complete one prompt."""
-        params = params or SamplingParams()
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: str | int | None = None
+    ) -> RequestOutput:
+        """Complete one prompt. ``priority``: a tier by name, or by number, where 0 is the default tier and lower is
+        more urgent. Raises what the engine refuses it with, such as ``Shed``."""
+        params, options = params or SamplingParams(), self._options(priority)
         ids = await asyncio.to_thread(self._encode, prompt)
-        generation = self.engine.submit(ids, params)
+        generation = self.engine.submit(ids, params, options)
         call = _Call(prompt if isinstance(prompt, str) else None, ids, params)
         call.usage = generation.usage
         try:
@@ -258,14 +278,17 @@ class AsyncLLM:
             generation.cancel()
         return call.result()
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """The completion as it is made. Leaving the loop early aborts it."""
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: str | int | None = None
+    ) -> AsyncIterator[Delta]:
+        """The completion as it is made; ``priority`` as in ``generate``. Leaving the loop early aborts it."""
+        options = self._options(priority)
         ids = await asyncio.to_thread(self._encode, prompt)
-        generation = self.engine.submit(ids, params or SamplingParams())
+        generation = self.engine.submit(ids, params or SamplingParams(), options)
         try:
             async for delta in generation:
-                if delta.error is not None:
-                    raise EngineDead(delta.error)
+                if delta.refusal is not None:
+                    raise error_of(delta.refusal)
                 yield delta
         finally:
             generation.cancel()
@@ -280,6 +303,9 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _options(self, priority: str | int | None) -> RequestOptions:
+        return RequestOptions(tier=find_tier(self.engine.info.tiers, priority), arrival_s=time.monotonic())
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -66,6 +66,15 @@ def test_the_right_key_opens(guarded: Served) -> None:
     assert httpx.get(f"{guarded.url}/health").json() == {"status": "ok"}
 
 
+def test_health_tells_details_to_those_with_the_key_only() -> None:
+    warning = "there is no disk_cache: /srv/kv cannot be written"
+    with serving(ScriptedEngine(warnings=[warning]), api_key=KEY) as served:
+        for headers in ({}, _header("wrong")):
+            assert httpx.get(f"{served.url}/health", headers=headers).json() == {"status": "ok"}
+        told = httpx.get(f"{served.url}/health", headers=_header(KEY)).json()
+        assert told == {"status": "ok", "warnings": [warning]}
+
+
 def test_the_openai_client_raises_an_authentication_error(guarded: Served) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError):

@@ -279,7 +279,6 @@ def test_unknown_fields_are_ignored_and_logged_once(http: httpx.Client, caplog: 
         ("bad_words", ["the"], []),
         ("allowed_token_ids", [1], None),
         ("truncate_prompt_tokens", 5, None),
-        ("priority", 1, 0),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

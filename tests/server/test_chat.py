@@ -229,7 +229,7 @@ def test_every_sampling_field_reaches_the_engine(served: Served, http: httpx.Cli
     expected = SamplingParams(**{**fields, "stop_token_ids": (399,)}, logit_bias={5: -100.0, 7: 2.5}, stop=("a stop",),
                               logprobs=3)  # fmt: skip
     assert params_of(served) == expected
-    assert served.engine.submitted[-1][2] == "tenant"
+    assert served.engine.submitted[-1][2].cache_salt == "tenant"
 
 
 def test_null_means_absent(served: Served, http: httpx.Client) -> None:

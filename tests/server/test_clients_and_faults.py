@@ -215,7 +215,8 @@ def test_the_access_log_is_quiet_unless_asked_and_never_has_text(caplog: pytest.
             body = chat_body(messages=[{"role": "user", "content": "a secret of mine"}])
             httpx.post(served.url + CHAT, json=body)
             httpx.post(served.url + CHAT, json={**body, "temperature": -1})
-            access = [r.getMessage() for r in caplog.records if r.name == "ropeway.access"]
-            assert len(access) == 2 * lines
-            assert all(CHAT in line for line in access)
-            assert "secret" not in caplog.text
+        # A line is written after its response, so all are there when the server has ended.
+        access = [r.getMessage() for r in caplog.records if r.name == "ropeway.access"]
+        assert len(access) == 2 * lines
+        assert all(CHAT in line for line in access)
+        assert "secret" not in caplog.text

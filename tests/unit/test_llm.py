@@ -13,7 +13,15 @@ import psutil
 import pytest
 
 from ropeway import LLM, AsyncLLM, FinishReason, SamplingParams
-from ropeway.errors import ConfigError, ContextLengthExceeded, EngineDead, InvalidRequest, ModelNotFound
+from ropeway.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    QueueTimeout,
+)
 from ropeway.execution.local import LocalWork
 from ropeway.plan import Plan, Result
 from tests.support.chat_model import tiny_chat_model
@@ -191,6 +199,105 @@ def test_generate_works_any_number_of_times(llm: LLM) -> None:
         assert tokens(llm, PROMPTS) == first
 
 
+def test_offline_requests_are_of_the_lowest_tier(llm: LLM) -> None:
+    before = llm.engine.stats().tiers
+    tokens(llm, PROMPTS)
+    list(llm.stream_chat(QUESTION, SamplingParams(max_tokens=3, ignore_eos=True)))
+    after = llm.engine.stats().tiers
+    assert {name: after[name].finished - before[name].finished for name in after} == {
+        "interactive": 0,
+        "standard": 0,
+        "batch": len(PROMPTS) + 1,
+    }
+
+
+def test_what_the_lowest_tier_refuses_is_raised_by_name_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    tiers = tmp_path / "tiers.toml"
+    tiers.write_text('[[tier]]\nname = "only"\nmax_queue = 2\n')
+    with tiny_llm(tiers=str(tiers), max_num_seqs=1) as llm:
+        assert [tier.name for tier in llm.info.tiers] == ["only"]
+        with pytest.raises(QueueFull, match="tier only"):
+            llm.generate([[5], [6], [7], [8]], GREEDY, progress=False)
+        assert idle(llm)
+        assert len(tokens(llm, [[5], [6]])) == 2
+
+
+def test_contradictory_targets_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    tiers = tmp_path / "tiers.toml"
+    tiers.write_text('[[tier]]\nname = "only"\nttft_s = 3\nqueue_limit_s = 2\n')
+    with pytest.raises(ConfigError, match=r"tiers\.toml.*'only'.*contradict"):
+        tiny_llm(tiers=str(tiers))
+
+
+def test_observed_lengths_are_kept_over_restarts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profile = tmp_path / "lengths.json"
+    means = []
+    for _ in range(2):
+        with tiny_llm(length_profile=str(profile)) as llm:
+            lengths = llm.engine.scheduler.lengths
+            means.append(lengths.mean(lengths.handle("batch", "")))
+            tokens(llm, [[5 + place] for place in range(20)])
+            assert llm.info.warnings == []
+    assert means[1] < 0.8 * means[0]  # answers had 12 tokens
+    profile.write_text("{")
+    with tiny_llm(length_profile=str(profile)) as llm:
+        assert "damaged" in llm.info.warnings[0]
+        assert "damaged" in caplog.text
+    (tmp_path / "file").touch()
+    with tiny_llm(length_profile=str(tmp_path / "file" / "lengths.json")):
+        pass
+    assert "could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("swap_space", [1e5, 1e-9])
+def test_swap_space_larger_than_memory_or_less_than_a_block_is_a_warning(
+    swap_space: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny_llm(swap_space=swap_space, disk_cache=str(tmp_path / "kv")) as llm:
+        (warning,) = llm.info.warnings
+        assert warning.startswith("there is no swap_space, and so no disk_cache: swap_space ")
+        assert warning in caplog.text
+        assert len(tokens(llm, [5])[0]) == 12
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_read_only_disk_cache_is_told_and_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with tiny_llm(swap_space=0.01, disk_cache=str(tmp_path / "file" / "kv")) as llm:
+        for _ in range(2):
+            assert len(tokens(llm, list(range(3, 90)))[0]) == 12
+        assert llm.engine.stats().disk_failure is not None
+        assert idle(llm)
+
+
+@pytest.mark.report("llm-d/llm-d-kv-cache#514")
+def test_a_prefix_on_disk_is_found_by_the_next_one_unless_it_is_damaged_or_foreign(tmp_path: Path) -> None:
+    prompt = list(range(3, 103))
+    fields = {"swap_space": 0.01, "disk_cache": str(tmp_path / "kv")}
+    with tiny_llm(**fields) as llm:
+        want = one(llm, prompt, max_tokens=12)
+        while llm.engine.stats().disk_blocks < 6:
+            tokens(llm, [5])
+    with tiny_llm(**fields) as llm:
+        again = one(llm, prompt, max_tokens=12)
+        assert (again.token_ids, again.cached_tokens) == (want.token_ids, 96)
+        assert llm.engine.stats().disk_hits == 96
+    for other in ({"kv_dtype": "bf16"}, {"dtype": "bf16"}):  # what lies there is foreign
+        with tiny_llm(**fields, **other) as llm:
+            assert one(llm, prompt, max_tokens=12).cached_tokens == 0
+            assert llm.engine.stats().disk_hits == 0
+    blocks = [file for file in (tmp_path / "kv").rglob("*") if file.is_file() and file.suffix != ".json"]
+    assert len(blocks) > 6
+    for block in blocks:
+        data = bytearray(block.read_bytes())
+        data[len(data) // 2] ^= 1
+        block.write_bytes(data)
+    with tiny_llm(**fields) as llm:
+        damaged = one(llm, prompt, max_tokens=12)
+        assert (damaged.token_ids, damaged.cached_tokens) == (want.token_ids, 0)
+        assert llm.engine.stats().disk_errors > 0
+
+
 def test_closing_twice_is_fine_and_the_context_manager_closes() -> None:
     with tiny_llm() as llm:
         assert len(tokens(llm, [5])[0]) == 12
@@ -240,6 +347,56 @@ async def test_many_asynchronous_calls_share_an_engine_process_and_a_stream_can_
             await asynchronous.generate([])
         assert (await asynchronous.generate("hello", GREEDY)).token_ids == tokens(llm, "hello")[0]
     await asynchronous.close()
+
+
+async def test_asynchronous_calls_name_their_tier_and_get_its_refusals(tmp_path: Path) -> None:
+    tiers = tmp_path / "tiers.toml"
+    tiers.write_text('[[tier]]\nname = "high"\npreemptible = false\n[[tier]]\nname = "low"\nqueue_limit_s = 0.1\n')
+    long = SamplingParams(max_tokens=1500, ignore_eos=True)
+    fields = {"threads": 1, "max_num_seqs": 1, "kv_blocks": 512, "tiers": str(tiers)}
+    async with await AsyncLLM.start(str(tiny_chat_model()), **fields) as llm:
+        with pytest.raises(InvalidRequest, match=r"'batch'.*high, low"):
+            await llm.generate([5], priority="batch")
+        assert (await llm.generate([5], GREEDY, priority=5)).token_ids
+        first = llm.stream([5], long, priority="high")
+        await anext(first)
+        with pytest.raises(QueueTimeout, match="low"):
+            await llm.generate([6], GREEDY, priority="low")
+        with pytest.raises(QueueTimeout, match="low"):
+            await anext(llm.stream([7], GREEDY, priority="low"))
+        await first.aclose()  # type: ignore[attr-defined]
+        assert (await llm.generate([8], GREEDY, priority="low")).token_ids
+
+
+async def test_where_the_time_goes_is_told_under_way_after_the_end_and_after_a_stop_string() -> None:
+    async with await _start() as llm:
+        assert llm.engine.tokenizer is not None
+        params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+        generation = llm.engine.submit([5, 6], params)
+        await asyncio.wait_for(generation.accepted(), 5)
+        deltas = aiter(generation)
+        text = ""
+        while len(text) < 40:
+            text += (await anext(deltas)).text
+        under_way = (await generation.timelines.ask())[0]
+        assert (under_way.phase, under_way.tier) == ("decode", "standard")
+        assert under_way.output_tokens > 0
+        generation.cancel()
+        generation.cancel()
+        assert [delta.finish_reason async for delta in deltas][-1] is FinishReason.ABORT
+        told = await generation.timelines.ask()
+        assert told[0].phase == "finished"
+        assert told[0].decode_s >= under_way.decode_s > 0
+
+        stopped = llm.engine.submit([5, 6], SamplingParams(temperature=0, max_tokens=1500, stop=(text[20:26],)))
+        last = [delta async for delta in stopped][-1]
+        assert (last.finish_reason, last.timeline) == (FinishReason.STOP, None)
+        assert (await stopped.timelines.ask())[0].phase == "finished"
+
+        whole = llm.engine.submit([5, 6], SamplingParams(temperature=0, n=2, max_tokens=5, ignore_eos=True))
+        ends = {delta.index: delta.timeline async for delta in whole if delta.finish_reason is not None}
+        assert whole.timelines.ended == ends == await whole.timelines.ask()
+        assert {0, 1} == ends.keys()
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])

@@ -37,6 +37,7 @@ _POSTS: tuple[tuple[str, Any, type[msgspec.Struct]], ...] = (
 _GETS = (
     ("/v1/models", routes.list_models),
     ("/v1/models/{model:path}", routes.retrieve_model),
+    ("/v1/requests/{request_id:path}", routes.explain),
     ("/health", routes.health),
     ("/version", routes.show_version),
     ("/metrics", routes.metrics),
@@ -68,13 +69,15 @@ def create_management_app() -> FastAPI:
     app.state.ropeway = None
 
     async def health(request: Request) -> Response:
-        return json_response({"status": "loading"}) if app.state.ropeway is None else await routes.health(request)
+        if app.state.ropeway is None:
+            return json_response({"status": "loading"})
+        return routes.health_of(app.state.ropeway, details=True)
 
     async def ready(request: Request) -> Response:
         _raise_unless_loaded(app)
         if app.state.ropeway.door.closed:
             raise Draining("shutting down")
-        return await routes.health(request)
+        return routes.health_of(app.state.ropeway, details=True)
 
     async def metrics(request: Request) -> Response:
         _raise_unless_loaded(app)

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.engine.client import Delta
-from ropeway.errors import InvalidRequest
 from ropeway.request import Completion, TokenLogprob
+from ropeway.server.answering import respond
 from ropeway.server.generating import Generating
-from ropeway.server.generating import now as arrival_now
 from ropeway.server.logprobs import chat_logprobs
+from ropeway.server.options import request_options
 from ropeway.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -28,13 +28,14 @@ from ropeway.server.protocol import (
 )
 from ropeway.server.sampling import chat_params
 from ropeway.server.state import State, state_of
-from ropeway.server.streaming import DONE, EventStream, cancelling_on_disconnect, event, json_response
+from ropeway.server.streaming import DONE, event
 
 
 async def create_chat_completion(request: Request) -> Response:
-    arrival = arrival_now()
+    arrival_s = time.monotonic()
     state = state_of(request)
     body = await state.read(request, ChatCompletionRequest)
+    options = request_options(body, request.headers, state.engine.info.tiers, arrival_s)
     answer = ChatAnswer(state, body)
     params = chat_params(body, state.sampling_defaults)
     prompt = await state.prompts.chat(
@@ -44,19 +45,7 @@ async def create_chat_completion(request: Request) -> Response:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
     )
-    salt = check_salt(body.cache_salt)
-    generating = state.generate([prompt], params, cache_salt=salt, arrival=arrival)
-    if body.stream:
-        return EventStream(answer.chunks(generating, prompt), generating.cancel)
-    with cancelling_on_disconnect(request.receive, generating.cancel):
-        completions = await generating.collect()
-    return json_response(answer.whole(generating, completions, prompt))
-
-
-def check_salt(salt: str | None) -> str | None:
-    if salt == "":
-        raise InvalidRequest("cache_salt must not be empty; leave it out to share the cache", param="cache_salt")
-    return salt
+    return await respond(request, body, answer, [prompt], params, options)
 
 
 def worth_a_chunk(delta: Delta, token_ids: bool) -> bool:
@@ -74,14 +63,17 @@ class ChatAnswer:
         self._tokenizer = state.engine.tokenizer
         self._token_ids = bool(body.return_token_ids)
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._frame: dict[str, Any] = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "chat.completion",
             "created": int(time.time()),
             "model": state.model_name(body.model),
         }
 
-    def whole(self, generating: Generating, completions: Sequence[Completion], prompt: list[int]) -> dict[str, Any]:
+    def whole(
+        self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
+    ) -> dict[str, Any]:
         choices = []
         for each in completions:
             assert each.finish_reason is not None
@@ -96,9 +88,9 @@ class ChatAnswer:
                 )
             )
         body = {**self._frame, "choices": choices, "usage": generating.usage()}
-        return {**body, "prompt_token_ids": prompt} if self._token_ids else body
+        return {**body, "prompt_token_ids": prompts[0]} if self._token_ids else body
 
-    async def chunks(self, generating: Generating, prompt: list[int]) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]:
         frame = {**self._frame, "object": "chat.completion.chunk"}
         if self._usage:
             frame["usage"] = None
@@ -106,7 +98,7 @@ class ChatAnswer:
         async with contextlib.aclosing(generating.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index not in begun:
-                    first = {"prompt_token_ids": prompt} if self._token_ids and not begun else {}
+                    first = {"prompt_token_ids": prompts[0]} if self._token_ids and not begun else {}
                     begun.add(delta.index)
                     role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
                     yield event({**frame, "choices": [role], **first})

@@ -14,32 +14,29 @@ from starlette.responses import Response
 
 from ropeway.engine.client import Delta
 from ropeway.request import Completion
-from ropeway.server.chat import check_salt, worth_a_chunk
+from ropeway.server.answering import respond
+from ropeway.server.chat import worth_a_chunk
 from ropeway.server.generating import Generating, check_choices
-from ropeway.server.generating import now as arrival_now
 from ropeway.server.logprobs import CompletionLogprobWriter
+from ropeway.server.options import request_options
 from ropeway.server.prompts import Prompt, Prompts, split_prompts
 from ropeway.server.protocol import CompletionChoice, CompletionRequest
 from ropeway.server.sampling import completion_params
 from ropeway.server.state import State, state_of
-from ropeway.server.streaming import DONE, EventStream, cancelling_on_disconnect, event, json_response
+from ropeway.server.streaming import DONE, event
 
 
 async def create_completion(request: Request) -> Response:
-    arrival = arrival_now()
+    arrival_s = time.monotonic()
     state = state_of(request)
     body = await state.read(request, CompletionRequest)
+    options = request_options(body, request.headers, state.engine.info.tiers, arrival_s)
     answer = CompletionAnswer(state, body)
     params = completion_params(body, state.sampling_defaults)
     given = split_prompts(body.prompt)
     check_choices(len(given), params.n, state.most_requests)  # before they cost anything
     prompts = await _encode(state.prompts, given, body.add_special_tokens is not False)
-    generating = state.generate(prompts, params, cache_salt=check_salt(body.cache_salt), arrival=arrival)
-    if body.stream:
-        return EventStream(answer.chunks(generating, prompts), generating.cancel)
-    with cancelling_on_disconnect(request.receive, generating.cancel):
-        completions = await generating.collect()
-    return json_response(answer.whole(generating, completions, prompts))
+    return await respond(request, body, answer, prompts, params, options)
 
 
 async def _encode(prompts: Prompts, given: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
@@ -61,8 +58,9 @@ class CompletionAnswer:
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self._n = body.n or 1
         self._writers: dict[int, CompletionLogprobWriter] = {}
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self._frame: dict[str, Any] = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": state.model_name(body.model),

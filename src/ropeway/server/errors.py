@@ -25,6 +25,14 @@ class ClientGone(RopewayError):
     kind = "client_closed_request"
 
 
+class RequestNotFound(RopewayError):
+    """An id that no request remembered here has."""
+
+    status = 404
+    kind = "invalid_request_error"
+    default_code = "request_not_found"
+
+
 def error_body(error: RopewayError) -> bytes:
     detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
     return msgspec.json.encode(ErrorBody(error=detail))

@@ -39,14 +39,12 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "chat_template": (),
     "documents": ([],),
-    "priority": (0,),
     "kv_transfer_params": (),
 }
 """Field -> values that mean "off"; null always does."""
 
 _INERT = frozenset(
     {
-        "user",
         "metadata",
         "store",
         "service_tier",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Sequence
 
-from ropeway.engine.client import AsyncEngine, Delta, Generation, Usage
-from ropeway.errors import EngineDead, InvalidRequest, RopewayError
+from ropeway.engine.client import AsyncEngine, Delta, Generation, RequestOptions, Usage, error_of
+from ropeway.errors import InvalidRequest, RopewayError
 from ropeway.request import Completion, FinishReason, SamplingParams
 from ropeway.server.errors import ClientGone
+from ropeway.server.explaining import Record, Records
 from ropeway.server.metrics import Metrics, Stopwatch
 from ropeway.server.protocol import PromptTokensDetails, UsageBody
 
@@ -33,49 +33,81 @@ class Generating:
         metrics: Metrics,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        options: RequestOptions,
         *,
-        cache_salt: str | None,
         most: int,
-        arrival: float,
+        record: Record,
+        records: Records,
     ) -> None:
-        """Hands all prompts to the engine, or none: ``QueueFull`` and all other refusals come from here, before a
-        response has begun. ``most``: choices that fit into the queue and the seats together."""
+        """Hands all prompts to the engine, or none: what its client refuses at once (``QueueFull``, ``InvalidRequest``,
+        ``EngineDead``) is raised here. ``most``: choices that fit into the queue and the seats together. ``record`` is
+        kept in ``records`` from then on."""
         check_choices(len(prompts), params.n, most)
-        self._engine = engine
         self._n = params.n
+        self._over = False
         self._cancelled: RopewayError | None = None
+        self._record, self._records = record, records
         self._generations: list[Generation] = []
         try:
             for prompt in prompts:
-                self._generations.append(engine.submit(prompt, params, cache_salt=cache_salt))
+                self._generations.append(engine.submit(prompt, params, options))
         except BaseException:
-            self.cancel()
+            for generation in self._generations:
+                generation.cancel()
             raise
-        self._stopwatches = [Stopwatch(metrics, arrival, len(prompt), params.n) for prompt in prompts]
+        record.begin(self._generations, params.n)
+        records.add(record)
+        self._stopwatches = [
+            Stopwatch(metrics, record.tier, record.arrival_s, len(prompt), params.n) for prompt in prompts
+        ]
 
     @property
     def choices(self) -> int:
         return len(self._generations) * self._n
 
+    @property
+    def record(self) -> Record:
+        return self._record
+
+    async def accepted(self) -> None:
+        """Return when the engine has taken every choice of every prompt into its queue. If it refuses one, all are
+        cancelled and this raises why: ``Shed``, ``QueueFull``, ``QueueTimeout``, ``DeadlineExceeded``, ..."""
+        try:
+            for generation in self._generations:
+                await generation.accepted()
+            if self._over:
+                raise self._why_over()
+        except BaseException as error:
+            if isinstance(error, RopewayError):
+                self._note(error)
+            self.cancel()
+            raise
+
     def cancel(self, why: RopewayError | None = None) -> None:
-        """Abort what is unfinished. ``why`` is what ``deltas`` then raises, ``ClientGone`` by default; the first
-        reason counts."""
+        """Abort what is unfinished. ``why`` is what ``accepted`` and ``deltas`` then raise, ``ClientGone`` by default;
+        the first reason counts."""
+        self._over = True
         self._cancelled = self._cancelled or why
         for generation in self._generations:
             generation.cancel()
+        self._records.end(self._record)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come, ``index`` over all. Leaving early cancels the rest.
 
-        Raises ``EngineDead`` (or ``RopewayError``) when the engine fails a choice, and the reason of ``cancel`` when
-        that came first."""
+        Raises what the engine ended a choice with (``EngineDead``, ``QueueTimeout``, ``DeadlineExceeded``, ...), and
+        the reason of ``cancel`` when that came first."""
         try:
             async with contextlib.aclosing(self._merged()) as merged:
                 async for position, delta in merged:
                     self._stopwatches[position].saw(delta)
-                    self._check(delta)
                     delta.index += position * self._n
+                    self._record.saw(delta.index, delta)
+                    self._check(delta)
                     yield delta
+        except RopewayError as error:
+            self._note(error)
+            raise
         finally:
             self.cancel()
 
@@ -108,11 +140,15 @@ class Generating:
 
     def _check(self, delta: Delta) -> None:
         if delta.finish_reason is FinishReason.ERROR:
-            if self._engine.failure is not None:
-                raise EngineDead(f"the engine failed: {delta.error or self._engine.failure}")
-            raise RopewayError(f"the request failed: {delta.error or 'no reason given'}", code="request_failed")
+            raise error_of(delta.refusal)
         if delta.finish_reason is FinishReason.ABORT:
-            raise self._cancelled or ClientGone("the client closed its connection")
+            raise self._why_over()
+
+    def _why_over(self) -> RopewayError:
+        return self._cancelled or ClientGone("the client closed its connection")
+
+    def _note(self, error: RopewayError) -> None:
+        self._record.error = self._record.error or error.code or error.kind
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
         if len(self._generations) == 1:
@@ -135,8 +171,3 @@ class Generating:
             pumps.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await pumps
-
-
-def now() -> float:
-    """The clock of ``arrival``."""
-    return time.perf_counter()

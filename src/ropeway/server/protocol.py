@@ -47,6 +47,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     """Prefixes in the cache are shared only under the same salt."""
+    priority: int | str | None = None
+    """A tier by name, or by number as vLLM has it: 0 is the default tier, lower is more urgent. The header
+    ``X-Ropeway-Tier`` says the same; this field wins."""
+    user: str | None = None
+    """Whose request it is: users of one tier get equal shares of it."""
+    timeout: float | None = None
+    """Seconds from its arrival after which the request is given up (504); Ropeway's own. The header
+    ``X-Ropeway-Timeout`` says the same; this field wins."""
     return_token_ids: bool | None = None
     """Give the token ids of the prompt and of every choice, beside their text."""
     add_special_tokens: bool | None = None
@@ -197,6 +205,70 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
+
+
+class TimeParts(msgspec.Struct, kw_only=True):
+    """Seconds; they sum to ``e2e_s``."""
+
+    queued_s: float
+    """From its arrival to its first seat."""
+    prefill_s: float
+    """Seated, until its next token: the first one, or the next after a preemption."""
+    decode_s: float
+    preempted_s: float
+    """Without a seat, its blocks dropped."""
+    swapped_s: float
+    """Without a seat, its blocks in host memory."""
+    delivery_s: float = 0.0
+    """From the engine to the client: messages, text, sending."""
+
+
+class ChoiceTiming(msgspec.Struct, kw_only=True):
+    index: int
+    phase: str
+    """What it does now: queued, prefill, decode, preempted, swapped or finished; unknown: the engine did not say."""
+    finish_reason: FinishReason | None
+    e2e_s: float
+    """From the request's arrival to its end, or to now."""
+    parts: TimeParts
+    waits_s: dict[str, float]
+    """Of the time without a seat, how much was for want of ``slots``, ``blocks`` or ``budget``, for a step's end
+    (``step``), because another ``tier`` went first, or for a ``gate`` (a sibling's prefill, a prefix from disk)."""
+    preemptions: dict[str, int]
+    """By kind: swap, recompute."""
+    output_tokens: int
+    cached_tokens: int
+
+
+class RequestTiming(msgspec.Struct, kw_only=True):
+    """Where a request's time went. Of several choices, ``phase``, ``parts`` and ``waits_s`` are those of the one that
+    ended last or is under way."""
+
+    id: str
+    object: str = "request"
+    request_id: str
+    """The ``X-Request-Id`` of the answer."""
+    created: int
+    tier: str
+    phase: str
+    error: str | None
+    """Code of the error it ended with."""
+    e2e_s: float
+    parts: TimeParts
+    waits_s: dict[str, float]
+    preemptions: dict[str, int]
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    choices: list[ChoiceTiming]
+
+
+class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
+    status: str
+    warnings: list[str] = []
+    """What was configured and cannot be had; the server serves without it."""
+    disk_failure: str | None = None
+    """Why there is no disk cache though one was configured."""
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The small routes: models, tokens, health, version, metrics."""
+"""The small routes: models, tokens, where a request's time went, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import EngineDead, InvalidRequest, ModelNotFound
+from ropeway.server.auth import has_key
+from ropeway.server.errors import RequestNotFound
+from ropeway.server.explaining import MOST_ENDED
 from ropeway.server.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
+    Health,
     ModelCard,
     ModelList,
     TokenizeRequest,
@@ -86,11 +90,33 @@ async def detokenize(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Whether the engine lives; 503 with the reason if not."""
-    failure = state_of(request).engine.failure
+    """Whether the engine lives; 503 with the reason if not. The route is open, as probes have no key: what the server
+    does without is told to those who have it."""
+    state = state_of(request)
+    return health_of(state, details=state.config.server.api_key is None or has_key(request))
+
+
+def health_of(state: State, *, details: bool) -> Response:
+    """``details``: say what was configured and cannot be had."""
+    failure = state.engine.failure
     if failure is not None:
         raise EngineDead(failure)
-    return json_response({"status": "ok"})
+    if not details:
+        return json_response(Health(status="ok"))
+    warnings, disk_failure = state.engine.info.warnings, state.engine.stats.disk_failure
+    return json_response(Health(status="ok", warnings=warnings, disk_failure=disk_failure))
+
+
+async def explain(request: Request) -> Response:
+    """Where a request's time went, by the id of its completion or the ``X-Request-Id`` of its answer."""
+    name = request.path_params["request_id"]
+    record = state_of(request).records.find(name)
+    if record is None:
+        raise RequestNotFound(
+            f"there is no request {name!r:.200} here; the last {MOST_ENDED} that have ended are remembered",
+            param="request_id",
+        )
+    return json_response(await record.explain())
 
 
 async def show_version(request: Request) -> Response:

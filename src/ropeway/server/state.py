@@ -11,9 +11,10 @@ import msgspec
 from starlette.requests import Request
 
 from ropeway.config import Config
-from ropeway.engine.client import AsyncEngine
+from ropeway.engine.client import AsyncEngine, RequestOptions
 from ropeway.errors import ModelNotFound, RopewayError
 from ropeway.request import SamplingParams
+from ropeway.server.explaining import Record, Records
 from ropeway.server.fields import UnknownFields, refuse_unserved
 from ropeway.server.generating import Generating
 from ropeway.server.limits import convert, parse_object, read_body
@@ -36,6 +37,7 @@ class State:
         """Choices that fit into the queue and the seats together."""
         self.door = Door()
         self.metrics = Metrics(engine)
+        self.records = Records()
         self.prompts = Prompts(engine.tokenizer, max_model_len=engine.info.max_model_len, most=self.most_requests)
         self._unknown_fields = UnknownFields()
         self._generating: weakref.WeakSet[Generating] = weakref.WeakSet()
@@ -59,17 +61,28 @@ class State:
         return asked
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str | None, arrival: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        completion_id: str,
+        request_id: str,
     ) -> Generating:
-        """Hand prompts to the engine; raises as ``Generating`` does."""
+        """Hand prompts to the engine; raises as ``Generating`` does. ``options`` have a tier and an arrival; by either
+        id clients may ask where the time went."""
+        assert options.tier is not None
+        assert options.arrival_s is not None
+        record = Record(completion_id, request_id, self.engine.info.tiers[options.tier].name, options.arrival_s)
         generating = Generating(
             self.engine,
             self.metrics,
             prompts,
             params,
-            cache_salt=cache_salt,
+            options,
             most=self.most_requests,
-            arrival=arrival,
+            record=record,
+            records=self.records,
         )
         self._generating.add(generating)
         return generating

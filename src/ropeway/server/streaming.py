@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,8 +23,8 @@ def event(body: Any) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def json_response(body: Any) -> Response:
-    return Response(_encode(body), media_type="application/json")
+def json_response(body: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encode(body), headers=headers, media_type="application/json")
 
 
 @contextlib.contextmanager
@@ -50,9 +50,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], cancel: Callable[[], None], headers: Mapping[str, str]
+    ) -> None:
         """``cancel`` aborts what ``events`` waits for; called however the stream ends."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._cancel = cancel

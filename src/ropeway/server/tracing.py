@@ -9,6 +9,7 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropeway.errors import Draining
@@ -17,14 +18,15 @@ from ropeway.server.errors import error_response
 logger = logging.getLogger("ropeway.access")
 
 _ACCEPTABLE = re.compile(r"[\x21-\x7e]{1,128}")
+_STATE = "request_id"
 _OPEN_WHILE_DRAINING = frozenset({"/health", "/metrics", "/version"})
 
 
 class RequestId:
     """ASGI middleware: answers carry the client's ``X-Request-Id``, or one of ours.
 
-    The id is a label for logs and nothing else, so two requests may well have the same. With ``access_log`` there is
-    a line per request; without, only for those that failed through no fault of the client.
+    The id is a label, for logs and for asking where the time went, so two requests may well have the same. With
+    ``access_log`` there is a line per request; without, only for those that failed through no fault of the client.
     """
 
     def __init__(self, app: ASGIApp, access_log: bool) -> None:
@@ -37,6 +39,7 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})[_STATE] = request_id
         begin = time.perf_counter()
         status = 0
 
@@ -60,6 +63,11 @@ class RequestId:
                     time.perf_counter() - begin,
                     request_id,
                 )
+
+
+def request_id_of(request: Request) -> str:
+    """What the answer to a request carries as ``X-Request-Id``."""
+    return str(request.scope["state"][_STATE])
 
 
 class Door:
