@@ -34,7 +34,11 @@ def test_a_line_gives_a_prompt_by_length_or_by_ids_and_an_optional_arrival(file)
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    requests = [WorkloadRequest(3, 4), WorkloadRequest(2, 1, 1.25, (7, 8))]
+    requests = [
+        WorkloadRequest(3, 4),
+        WorkloadRequest(2, 1, 1.25, (7, 8)),
+        WorkloadRequest(513, 1, tier="batch", tenant="a", hash_ids=(4, 0)),
+    ]
     write_workload(tmp_path / "w.jsonl", requests)
     assert read_workload(tmp_path / "w.jsonl") == requests
 
@@ -61,6 +65,12 @@ GOOD = '{"prompt_tokens": 5, "output_tokens": 2}\n'
         ('{"prompt_token_ids": [1, "a"], "output_tokens": 2}', "'a'"),
         ('{"prompt_token_ids": [-1], "output_tokens": 2}', "-1"),
         ('{"prompt_tokens": 1, "output_token": 2}', "unknown field 'output_token'"),
+        ('{"prompt_tokens": 1, "output_tokens": 2, "tier": ""}', "tier is ''"),
+        ('{"prompt_tokens": 1, "output_tokens": 2, "tenant": 7}', "tenant is 7"),
+        ('{"prompt_tokens": 513, "output_tokens": 2, "hash_ids": [1]}', "a list of 2 ids"),
+        ('{"prompt_tokens": 5, "output_tokens": 2, "hash_ids": [-1]}', "hash_ids holds -1"),
+        ('{"prompt_tokens": 5, "output_tokens": 2, "hash_ids": 7}', "a list of 1 ids"),
+        ('{"prompt_token_ids": [1], "output_tokens": 2, "hash_ids": [1]}', "hash_ids go with prompt_tokens"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number_and_field(file, line, told):

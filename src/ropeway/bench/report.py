@@ -31,7 +31,7 @@ def reported_to(file: Path | None) -> Iterator[dict[str, Any]]:
     is a ``file``, it is written there. Raises ``ConfigError`` at once when it cannot be."""
     if file is not None:
         try:
-            file.touch()
+            file.open("a").close()
         except OSError as error:
             raise ConfigError(f"cannot write to {file}: {error.strerror}", param="json") from error
     stolen = StolenTime()
@@ -65,7 +65,7 @@ def readable(name: str, value: Any) -> str:
     if "_flops" in name:
         return _scaled(value, "FLOP") + ("/s" if name.endswith("_per_s") else "")
     if name.endswith("_per_s"):
-        return f"{value:,.1f}"
+        return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
     if name.endswith("_s") or "_s_" in name:
         return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

@@ -29,7 +29,9 @@ class Throughput:
     output_tokens: int
     steps: int
     mean_batch: float
-    """Requests with a row in a step, averaged over steps."""
+    """Requests with a row in a step, averaged over steps; those that have finished are not counted, though padded."""
+    slot_use: float
+    """Rows that some request needed / seats, over the steps in which others waited."""
     kv_waste: float
     """1 - live slots / allocated slots of the KV cache, both summed over steps: what block granularity costs."""
     preemptions: int
@@ -40,7 +42,9 @@ class Throughput:
     load_s: float
 
     @classmethod
-    def of(cls, run: Run, workload: Sequence[WorkloadRequest], *, peak_rss_bytes: int, load_s: float) -> Throughput:
+    def of(
+        cls, run: Run, workload: Sequence[WorkloadRequest], *, max_num_seqs: int, peak_rss_bytes: int, load_s: float
+    ) -> Throughput:
         prompt_tokens = sum(request.prompt_tokens for request in workload)
         output_tokens = sum(record.output_tokens for record in run.requests)
         ttft = [record.first_token_s - record.arrival_s for record in run.requests]
@@ -52,7 +56,8 @@ class Throughput:
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             steps=len(run.steps.rows),
-            mean_batch=float(run.steps.rows.mean()),
+            mean_batch=float((run.steps.rows - run.steps.padding).mean()),
+            slot_use=run.steps.slot_use(max_num_seqs),
             kv_waste=float(1 - run.steps.live_slots.sum() / run.steps.allocated_slots.sum()),
             preemptions=run.preemptions,
             ttft_s_p50=float(np.percentile(ttft, 50)),
@@ -72,4 +77,5 @@ def measure_throughput(
     with Driver(config) as driver:
         driver.run(_WARM_UP, seed=seed + _WARM_UP_SEED)
         run = driver.run(workload, seed=seed, progress=progress)
-        return Throughput.of(run, workload, peak_rss_bytes=memory.bytes, load_s=driver.load_s)
+        seats = config.scheduler.max_num_seqs
+        return Throughput.of(run, workload, max_num_seqs=seats, peak_rss_bytes=memory.bytes, load_s=driver.load_s)

@@ -1,10 +1,10 @@
-"""ropeway bench latency | throughput | overhead"""
+"""ropeway bench latency | throughput | overhead | serve"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +14,19 @@ import typer
 from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
 
-app = typer.Typer(no_args_is_help=True, help="Measure: one batch, a workload, or the host's own cost.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure: one batch, a workload, the host's own cost, or a server under load."
+)
 
 _SEQUENCES = (64, 256, 1024)
+_STATISTICS = ("mean", "p50", "p90", "p99")
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write every figure here, too.", show_default=False)
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write a report with plots here, too.", show_default=False),
 ]
 
 
@@ -109,6 +116,126 @@ def overhead(
     with reported_to(json) as report:
         report.update(measure_overhead(counts, step_ms))
     _print(_overhead_table(report["runs"]))
+
+
+@app.command()
+@told_plainly
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a server that speaks OpenAI's API.")],
+    workload: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Requests, one per line.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A trace; give its parts one after the other.", show_default=False),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="R", help="Random arrivals, R per second, in place of recorded ones.", show_default=False),
+    ] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option(metavar="X", help="Recorded arrivals, X times as fast.", show_default=False)
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="The first N requests; a trace with fewer is repeated.", show_default=False
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="A closed loop: N users in place of arrival times.", show_default=False),
+    ] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(metavar="T", help="Tier of all requests, or their priority as an integer.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Default: the server's first.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="ROPEWAY_API_KEY", help="Sent as a bearer token.", show_default=False),
+    ] = None,
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Target: seconds to the first token.", show_default=False),
+    ] = None,
+    slo_itl: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Target: mean seconds between the tokens of a request.", show_default=False),
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Made-up prompts hold token ids below this.")
+    ] = 1000,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="A request fails when nothing comes for so long.")
+    ] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Chooses made-up prompts and arrivals.")] = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """What users of a server wait for under load, and what it refuses."""
+    for flag, target in (("--slo-ttft", slo_ttft), ("--slo-itl", slo_itl)):
+        if target is not None and not target > 0:
+            raise typer.BadParameter(f"{flag} must be above 0")
+    from ropeway.bench.html import check_writable, latency_charts, write_report
+    from ropeway.bench.latencies import Targets
+    from ropeway.bench.report import reported_to
+    from ropeway.bench.serve import Endpoint, read_load, run_load
+
+    shape: dict[str, Any] = {
+        "rate": rate,
+        "rate_scale": rate_scale,
+        "requests": requests,
+        "concurrency": concurrency,
+        "tier": tier,
+        "seed": seed,
+    }
+    load = read_load(workload, trace or (), **shape)
+    endpoint = Endpoint(url=url, model=model, api_key=api_key, timeout_s=timeout)
+    if html is not None:
+        check_writable(html)
+    with reported_to(json) as report, _progress("requests") as progress:
+        outcome = run_load(endpoint, load, concurrency=concurrency, vocab_size=vocab_size, seed=seed, progress=progress)
+        figures = outcome.figures(Targets(slo_ttft, slo_itl))
+        files = [str(file) for file in (workload, *(trace or ())) if file is not None]
+        asked = shape | {"slo_ttft": slo_ttft, "slo_itl": slo_itl, "vocab_size": vocab_size}
+        report.update(figures, load={"url": url, "model": outcome.model, "files": files, **asked})
+    title = f"{outcome.model} at {url}"
+    for table in latency_tables(title, figures):
+        _print(table)
+    for message, count in figures["failures"].items():
+        typer.echo(f"{count} failed: {message}", err=True)
+    if html is not None:
+        write_report(html, title, report, latency_charts(outcome.recorder))
+    if not figures["completed"] and not figures["shed"]:
+        raise typer.Exit(1)
+
+
+def latency_tables(title: str, figures: Mapping[str, Any]) -> list[Any]:
+    """The figures of ``ropeway.bench.latencies`` as two tables, how many requests did well and how long they took,
+    with lines for all requests and for each tier."""
+    from rich.table import Table
+
+    from ropeway.bench.report import readable
+
+    def shown(name: str, value: Any) -> str:
+        return "-" if value is None else readable(name, value)
+
+    done = Table("", title=title, title_justify="left")
+    took = Table("", "")
+    for heading in ("requests", "completed", "shed", "failed", "good", "good per s"):
+        done.add_column(heading, justify="right")
+    for heading in _STATISTICS:
+        took.add_column(heading, justify="right")
+    for who, mine in {"all": figures, **figures.get("tiers", {})}.items():
+        counts = [str(mine[name]) for name in ("requests", "completed", "shed", "failed")]
+        done.add_row(who, *counts, shown("good_fraction", mine["attainment"]), shown("", mine["goodput_per_s"]))
+        for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+            statistics = [shown(name, mine[name][statistic]) for statistic in _STATISTICS]
+            took.add_row(who, name.removesuffix("_s").upper(), *statistics)
+    return [done, took]
 
 
 def _overhead_table(runs: list[dict[str, Any]]) -> Any:

@@ -12,6 +12,7 @@ from ropeway.cli.doctor import doctor
 from ropeway.cli.generate import generate
 from ropeway.cli.pull import pull
 from ropeway.cli.serve import serve
+from ropeway.cli.simulate import simulate
 from ropeway.version import __version__
 
 app = typer.Typer(
@@ -38,6 +39,6 @@ def ropeway(
     """An LLM serving engine whose batch never stops."""
 
 
-for command in (serve, chat, generate, pull, doctor):
+for command in (serve, chat, generate, pull, doctor, simulate):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
