@@ -1,0 +1,237 @@
+"""The tiers on a real server: interactive requests once a second over a batch load that never lets a seat go empty.
+
+A server process with SmolLM2 and steps bounded to 50 ms answers over HTTP. Interactive requests come alone first, then
+over the batch load; before both, every batch request is answered alone, so that lost or wrong tokens show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+
+from benchmarks.goals.verdict import Check, Outcome, table_of
+
+_STEP_S = 0.05
+_TIERS = f"""
+[[tier]]
+name = "interactive"
+weight = 6
+tpot_s = {_STEP_S}
+
+[[tier]]
+name = "batch"
+weight = 0
+"""
+_SEATS = 8
+_BATCH_USERS = 16
+_BATCH = (128, 160)
+"""Prompt and output tokens."""
+_BATCH_PROMPTS = 24
+_INTERACTIVE = (512, 24)
+_ALONE = 30
+_OVER = 60
+_START_S = 120.0
+
+
+def measure(model: str = "smollm2-135m") -> Outcome:
+    """Raises ``RuntimeError`` when the server does not start or a request fails."""
+    with _server(model) as server:
+        return asyncio.run(_measure(server))
+
+
+async def _measure(server: _Server) -> Outcome:
+    async with _client(server) as client:
+        rng = np.random.default_rng(0)
+        batch = [rng.integers(1, 1000, _BATCH[0]).tolist() for _ in range(_BATCH_PROMPTS)]
+        alone = [(await _ask(client, prompt, _BATCH[1], "batch")).tokens for prompt in batch]
+        idle = await _once_a_second(client, rng, _ALONE)
+        before = await _counters(client, server)
+        load = _BatchLoad(client, batch)
+        async with load.running():
+            await asyncio.sleep(5.0)
+            over = await _once_a_second(client, rng, _OVER)
+        after = await _counters(client, server)
+    wrong = sum(answer.tokens != alone[index] for index, answer in load.answers)
+    steps = after["ropeway_engine_steps_total"] - before["ropeway_engine_steps_total"]
+    step_s = load.wall_s / steps
+    ttft = {name: np.array([answer.ttft_s for answer in answers]) for name, answers in (("idle", idle), ("over", over))}
+    figures = {name: {f"p{q}": float(np.percentile(times, q)) for q in (50, 90, 99)} for name, times in ttft.items()}
+    extra = figures["over"]["p99"] - figures["idle"]["p99"]
+    rate = sum(len(answer.tokens) for _, answer in load.answers) / load.wall_s
+    outcome = Outcome(
+        checks=[
+            Check(
+                "interactive P99 TTFT over a batch load, beyond idle, in steps of 50 ms",
+                extra / _STEP_S,
+                2.2,
+                "at most",
+            ),
+            Check("batch answers that differ from the same request alone", float(wrong), 0.0, "at most"),
+        ],
+        figures={
+            "ttft_s": figures,
+            "step_bound_s": _STEP_S,
+            "mean_step_s": step_s,
+            "batch_answers": len(load.answers),
+            "batch_tokens_per_s": rate,
+            "preemptions": _differences(before, after, "ropeway_preemptions_total"),
+        },
+    )
+    rows = [[name, *(1000 * figures[name][f"p{q}"] for q in (50, 90, 99))] for name in ("idle", "over")]
+    outcome.tables.append(table_of("interactive TTFT, ms", ["", "p50", "p90", "p99"], rows))
+    return outcome
+
+
+# --------------------------------------------------------------------------- the loads
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[int]
+    ttft_s: float
+
+
+async def _once_a_second(client: httpx.AsyncClient, rng: np.random.Generator, count: int) -> list[_Answer]:
+    """``count`` interactive requests, a new prompt each, sent a second apart whatever becomes of them."""
+    prompts = [rng.integers(1, 1000, _INTERACTIVE[0]).tolist() for _ in range(count)]
+
+    async def send(index: int) -> _Answer:
+        await asyncio.sleep(float(index))
+        return await _ask(client, prompts[index], _INTERACTIVE[1], "interactive")
+
+    return await asyncio.gather(*map(send, range(count)))
+
+
+@dataclass
+class _BatchLoad:
+    """Users that each send their next batch request when their last one is answered."""
+
+    client: httpx.AsyncClient
+    prompts: Sequence[list[int]]
+    answers: list[tuple[int, _Answer]] = field(default_factory=list)
+    """(prompt, its answer) in the order of their ends."""
+    wall_s: float = 0.0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """From entering on; on leaving, requests under way are answered and no new ones sent."""
+        self._stop = False
+        began = time.monotonic()
+        users = [asyncio.create_task(self._user(user)) for user in range(_BATCH_USERS)]
+        yield
+        self._stop = True
+        await asyncio.gather(*users)
+        self.wall_s = time.monotonic() - began
+
+    async def _user(self, user: int) -> None:
+        index = user
+        while not self._stop:
+            prompt = index % len(self.prompts)
+            self.answers.append((prompt, await _ask(self.client, self.prompts[prompt], _BATCH[1], "batch")))
+            index += _BATCH_USERS
+
+
+async def _ask(client: httpx.AsyncClient, prompt: list[int], output_tokens: int, tier: str) -> _Answer:
+    body = {
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "priority": tier,
+    }
+    began, first, tokens = time.monotonic(), None, []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            first = first or time.monotonic()
+            for choice in json.loads(line[6:])["choices"]:
+                tokens += choice.get("token_ids") or []
+    if first is None or len(tokens) != output_tokens:
+        raise RuntimeError(f"{output_tokens} tokens were asked and {len(tokens)} came")
+    return _Answer(tokens, first - began)
+
+
+# --------------------------------------------------------------------------- the server
+
+
+@dataclass(frozen=True)
+class _Server:
+    port: int
+    management_port: int
+
+
+@asynccontextmanager
+async def _client(server: _Server) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=200, max_keepalive_connections=200)
+    url = f"http://127.0.0.1:{server.port}"
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits, trust_env=False) as client:
+        yield client
+
+
+@contextmanager
+def _server(model: str) -> Iterator[_Server]:
+    """A server process of its own, ended with everything it started."""
+    server = _Server(_free_port(), _free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = Path(folder) / "tiers.toml"
+        tiers.write_text(_TIERS, encoding="utf-8")
+        command = [
+            *(sys.executable, "-m", "ropeway", "serve", model),
+            *("--port", str(server.port), "--management-port", str(server.management_port)),
+            *("--tiers", str(tiers), "--step-budget", "tpot", "--max-num-seqs", str(_SEATS), "--swap-space", "0.5"),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            try:
+                _wait_until_ready(process, server)
+                yield server
+            finally:
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.terminate()
+                process.wait(timeout=60)
+                psutil.wait_procs(children, timeout=10)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], server: _Server) -> None:
+    deadline = time.monotonic() + _START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{server.management_port}/ready", timeout=2, trust_env=False).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"the server was not ready within {_START_S:g} s (exit code {process.poll()})")
+
+
+async def _counters(client: httpx.AsyncClient, server: _Server) -> dict[str, float]:
+    """The samples of the metrics page by name and labels."""
+    response = await client.get(f"http://127.0.0.1:{server.management_port}/metrics")
+    samples = (line.rsplit(" ", 1) for line in response.text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+def _differences(before: dict[str, float], after: dict[str, float], name: str) -> dict[str, float]:
+    return {key: value - before.get(key, 0.0) for key, value in after.items() if key.startswith(name)}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])
