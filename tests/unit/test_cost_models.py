@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
 from ropeway.bench.fit import fit_steps, measure_fit
 from ropeway.bench.workload import mixed_workload
+from ropeway.cli.bench_fit import fit
 from ropeway.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from ropeway.errors import ConfigError, RopewayError
 from ropeway.simulation.cost_model import DEFAULT_COST_MODEL, CostModel, read_cost_model, shipped_cost_models
@@ -118,9 +121,9 @@ def steps(seed: int = 0, count: int = 400) -> tuple[Any, Any]:
 
 def test_the_coefficients_behind_exact_times_are_found():
     tokens, kv_tokens = steps()
-    fit = fit_steps(tokens, kv_tokens, 0.004 + 2e-5 * tokens + 3e-8 * kv_tokens)
-    assert (fit.a_s, fit.b_s_per_token, fit.c_s_per_kv_token) == pytest.approx((0.004, 2e-5, 3e-8), rel=1e-6)
-    assert fit.p99_error_fraction < 1e-9
+    found = fit_steps(tokens, kv_tokens, 0.004 + 2e-5 * tokens + 3e-8 * kv_tokens)
+    assert (found.a_s, found.b_s_per_token, found.c_s_per_kv_token) == pytest.approx((0.004, 2e-5, 3e-8), rel=1e-6)
+    assert found.p99_error_fraction < 1e-9
 
 
 def test_stalled_steps_and_noise_move_them_little():
@@ -128,16 +131,16 @@ def test_stalled_steps_and_noise_move_them_little():
     tokens, kv_tokens = steps()
     seconds = (0.004 + 2e-5 * tokens + 3e-8 * kv_tokens) * rng.normal(1, 0.02, len(tokens))
     seconds[::50] += 0.5
-    fit = fit_steps(tokens, kv_tokens, seconds)
-    assert (fit.a_s, fit.b_s_per_token, fit.c_s_per_kv_token) == pytest.approx((0.004, 2e-5, 3e-8), rel=0.1)
+    found = fit_steps(tokens, kv_tokens, seconds)
+    assert (found.a_s, found.b_s_per_token, found.c_s_per_kv_token) == pytest.approx((0.004, 2e-5, 3e-8), rel=0.1)
 
 
 def test_a_coefficient_that_would_be_negative_is_0_and_the_others_fit():
     tokens, kv_tokens = steps()
-    fit = fit_steps(tokens, kv_tokens, 0.004 + 2e-5 * tokens - 1e-8 * kv_tokens + 0.002)
-    assert fit.c_s_per_kv_token == 0.0
-    assert fit.a_s > 0
-    assert abs(fit.total_error_fraction) < 0.02
+    found = fit_steps(tokens, kv_tokens, 0.004 + 2e-5 * tokens - 1e-8 * kv_tokens + 0.002)
+    assert found.c_s_per_kv_token == 0.0
+    assert found.a_s > 0
+    assert abs(found.total_error_fraction) < 0.02
 
 
 def test_steps_that_were_not_timed_are_left_out():
@@ -160,8 +163,8 @@ def test_a_real_engine_s_steps_make_a_cost_model_that_can_be_read_back(tmp_path:
         scheduler=SchedulerConfig(max_num_seqs=8, max_batched_tokens=64),
     )
     done: list[tuple[int, int]] = []
-    model, fit = measure_fit(config, requests=12, progress=lambda *counts: done.append(counts))
-    assert fit.steps >= 30
+    model, how_well = measure_fit(config, requests=12, progress=lambda *counts: done.append(counts))
+    assert how_well.steps >= 30
     assert model.step_s(8, 500) > 0
     assert (model.kv_tokens, model.block_size, model.max_num_seqs, model.max_batched_tokens) == (1024, 8, 8, 64)
     # Two layers of keys and values, as the pool of 1,024 tokens holds them.
@@ -224,3 +227,26 @@ def test_the_search_ends_with_the_iteration_that_used_its_evaluations_up(most: i
 def test_a_search_without_a_coordinate_is_refused():
     with pytest.raises(ValueError, match="at least one coordinate"):
         nelder_mead(lambda point: 0.0, [], step=1.0, tolerance=1.0, most_evaluations=1)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def fitted(*arguments: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(fit)
+    flags = ("--kv-blocks", "128", "--block-size", "8", "--max-num-seqs", "8", "--max-batched-tokens", "64")
+    return CliRunner().invoke(app, [str(tiny_checkpoint("llama")), *flags, *arguments], env={"COLUMNS": "200"})
+
+
+def test_the_command_writes_a_file_that_the_simulator_takes(tmp_path: Path):
+    result = fitted("--requests", "10", "--json", str(tmp_path / "mine.json"))
+    assert result.exit_code == 0, result.output
+    assert read_cost_model(str(tmp_path / "mine.json")).max_num_seqs == 8
+    assert "b_s_per_token" in result.stdout
+
+
+def test_the_command_refuses_a_file_that_cannot_be_written_before_it_runs(tmp_path: Path):
+    result = fitted("--json", str(tmp_path / "nowhere" / "mine.json"))
+    assert result.exit_code == 1
+    assert "cannot write to" in result.stderr

@@ -1,18 +1,20 @@
-"""ropeway bench latency | throughput | overhead | serve"""
+"""ropeway bench latency | throughput | overhead | serve, and those of modules of their own"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from ropeway.cli import bench_memory
+from ropeway.cli.bench_fit import fit
 from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.cli.terminal import JsonFile, print_table, progress_bar
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure: one batch, a workload, the host's own cost, or a server under load."
@@ -21,9 +23,6 @@ app = typer.Typer(
 _SEQUENCES = (64, 256, 1024)
 _STATISTICS = ("mean", "p50", "p90", "p99")
 
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write every figure here, too.", show_default=False)
-]
 HtmlFile = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", help="Write a report with plots here, too.", show_default=False),
@@ -50,10 +49,10 @@ def latency(
     from ropeway.bench.report import figures_table, reported_to, settings_of
 
     asked = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "batch": batch, "repeat": repeat}
-    with reported_to(json) as report, _progress("runs") as progress:
+    with reported_to(json) as report, progress_bar("runs") as progress:
         figures = asdict(measure_latency(settings, **asked, progress=progress))
         report.update(figures, **asked, settings=settings_of(settings))
-    _print(figures_table(f"{settings.model.model}: {batch} x ({prompt_tokens} + {output_tokens}) tokens", figures))
+    print_table(figures_table(f"{settings.model.model}: {batch} x ({prompt_tokens} + {output_tokens}) tokens", figures))
 
 
 @app.command()
@@ -84,10 +83,10 @@ def throughput(
     from ropeway.bench.report import figures_table, reported_to, settings_of
     from ropeway.bench.throughput import measure_throughput
 
-    with reported_to(json) as report, _progress("output tokens") as progress:
+    with reported_to(json) as report, progress_bar("output tokens") as progress:
         figures = asdict(measure_throughput(settings, requests, seed=seed, progress=progress))
         report.update(figures, workload=None if workload is None else str(workload), settings=settings_of(settings))
-    _print(figures_table(f"{settings.model.model}: {workload or 'mixed lengths'}", figures))
+    print_table(figures_table(f"{settings.model.model}: {workload or 'mixed lengths'}", figures))
 
 
 @app.command()
@@ -103,6 +102,10 @@ def overhead(
     step_ms: Annotated[
         float, typer.Option(metavar="X", help="What a step takes on the device; 0: steps run back to back.")
     ] = 5.0,
+    features: Annotated[
+        Literal["plain", "all"],
+        typer.Option(help="all: tiers, tenants, deadlines, contested admission and host memory at work."),
+    ] = "plain",
     json: JsonFile = None,
 ) -> None:
     """What the host costs per step: the production loop over a device that only takes time."""
@@ -114,8 +117,8 @@ def overhead(
     # "--sequences 64 256": an option takes one value, the rest are left over.
     counts = [*(sequences or []), *(more or [])] or list(_SEQUENCES)
     with reported_to(json) as report:
-        report.update(measure_overhead(counts, step_ms))
-    _print(_overhead_table(report["runs"]))
+        report.update(measure_overhead(counts, step_ms, features))
+    print_table(_overhead_table(report["runs"]))
 
 
 @app.command()
@@ -196,7 +199,7 @@ def serve(
     endpoint = Endpoint(url=url, model=model, api_key=api_key, timeout_s=timeout)
     if html is not None:
         check_writable(html)
-    with reported_to(json) as report, _progress("requests") as progress:
+    with reported_to(json) as report, progress_bar("requests") as progress:
         outcome = run_load(endpoint, load, concurrency=concurrency, vocab_size=vocab_size, seed=seed, progress=progress)
         figures = outcome.figures(Targets(slo_ttft, slo_itl))
         files = [str(file) for file in (workload, *(trace or ())) if file is not None]
@@ -204,7 +207,7 @@ def serve(
         report.update(figures, load={"url": url, "model": outcome.model, "files": files, **asked})
     title = f"{outcome.model} at {url}"
     for table in latency_tables(title, figures):
-        _print(table)
+        print_table(table)
     for message, count in figures["failures"].items():
         typer.echo(f"{count} failed: {message}", err=True)
     if html is not None:
@@ -255,27 +258,5 @@ def _overhead_table(runs: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console().print(table)
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(what))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, description="measuring", completed=done, total=total)
-
-        yield show
+for command in (fit, bench_memory.preemption, bench_memory.prefix):
+    app.command()(command)
