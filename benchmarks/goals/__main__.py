@@ -23,18 +23,18 @@ RESULTS = Path(__file__).parents[1] / "results"
 class Goal(NamedTuple):
     area: str
     module: str
-    """Under ``benchmarks.goals``; its function ``measure`` takes nothing and returns an ``Outcome``."""
+    """Its function ``measure`` needs no argument and returns an ``Outcome``."""
 
 
 GOALS = {
-    1: Goal("continuous batching", "batching"),
-    6: Goal("chunked prefill", "chunked"),
-    7: Goal("preemption", "preemption"),
-    8: Goal("admission", "admission"),
-    9: Goal("tiers", "tiers"),
-    10: Goal("prefix cache", "prefix"),
-    11: Goal("host cost of a step", "overhead"),
-    15: Goal("simulator", "simulator"),
+    1: Goal("continuous batching", "benchmarks.goals.batching"),
+    6: Goal("chunked prefill", "benchmarks.goals.chunked"),
+    7: Goal("preemption", "benchmarks.goals.preemption"),
+    8: Goal("admission", "benchmarks.goals.admission"),
+    9: Goal("tiers", "benchmarks.goals.tiers"),
+    10: Goal("prefix cache", "benchmarks.goals.prefix"),
+    11: Goal("host cost of a step", "benchmarks.goals.overhead"),
+    15: Goal("simulator", "benchmarks.goals.simulator"),
 }
 
 
@@ -61,7 +61,7 @@ def measure(number: int, folder: Path) -> Outcome:
     """Run a goal's measurement, print what it shows and write it down."""
     goal = GOALS[number]
     console = Console()
-    module = importlib.import_module(f"benchmarks.goals.{goal.module}")
+    module = importlib.import_module(goal.module)
     folder.mkdir(parents=True, exist_ok=True)
     with reported_to(folder / f"goal_{number}.json") as report:
         outcome: Outcome = module.measure()

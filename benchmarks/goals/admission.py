@@ -97,15 +97,20 @@ def _beyond_checks(beyond: dict[str, dict[str, Any]]) -> list[Check]:
         ((name, row) for name, row in beyond.items() if name.startswith("watermark")),
         key=lambda pair: pair[1]["goodput_per_s"],
     )
-    evictions, pause = greedy["evictions_per_request"], greedy["pause_s_p99"]
     return [
         Check("1.5x capacity: goodput over greedy", ours["goodput_per_s"] / greedy["goodput_per_s"], 5.0, unit="x"),
         Check(
             f"goodput over the best watermark ({name})", ours["goodput_per_s"] / tuned["goodput_per_s"], 1.0, unit="x"
         ),
-        Check("evictions, of greedy's", ours["evictions_per_request"] / evictions, 0.1, "at most", "%"),
-        Check("P99 pause, of greedy's", ours["pause_s_p99"] / pause, 0.1, "at most", "%"),
+        *(
+            Check(f"{what}, of greedy's", _of(ours[name], greedy[name]), 0.1, "at most", "%")
+            for what, name in (("evictions", "evictions_per_request"), ("P99 pause", "pause_s_p99"))
+        ),
     ]
+
+
+def _of(figure: float, whole: float) -> float | None:
+    return figure / whole if whole else None
 
 
 def _sweep_checks(rows: list[dict[str, Any]]) -> list[Check]:

@@ -13,7 +13,7 @@ from benchmarks.goals.verdict import Check, Outcome, table_of
 from ropeway.bench.prefix import measure_prefix, measure_zero_hits
 from ropeway.bench.report import readable
 from ropeway.bench.traces import Trace, read_trace
-from ropeway.bench.workload import HASH_BLOCK
+from ropeway.bench.workload import HASH_BLOCK, mixed_workload
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.engine.engine import Engine
@@ -97,7 +97,7 @@ def measure(
     model, label = small_model()
     config = resolve({"model": model}, environ={}, given_as="argument").config
     gain = measure_prefix(config, prompt_tokens=prompt_tokens, repeat=repeat)
-    cost = measure_zero_hits(config, requests=workload, repeat=repeat, sequences=sequences)
+    cost = measure_zero_hits(config, workload=mixed_workload(workload), repeat=repeat, sequences=sequences)
     outcome.figures |= {"model": label, "shared_prefix": asdict(gain), "zero_hits": asdict(cost)}
     outcome.checks += [
         Check(f"{label}: prefill time that a shared prefix of 95 % cuts", gain.cut_fraction, 0.92, unit="%"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ropeway.bench.traces import Trace, read_trace
 from ropeway.config import SchedulerConfig
@@ -38,6 +39,27 @@ def at_once(trace: Trace) -> Trace:
     return dataclasses.replace(trace, arrival_s=np.zeros(len(trace)), measured=None)
 
 
+def joined(*traces: Trace) -> Trace:
+    """All their requests, in the order of arrival."""
+    times = np.concatenate([trace.times for trace in traces])
+    order = np.argsort(times, kind="stable")
+
+    def names(column: str) -> list[str] | None:
+        lists = [getattr(trace, column) for trace in traces]
+        if any(each is None for each in lists):
+            return None
+        flat = [name for each in lists for name in each]
+        return [flat[place] for place in order.tolist()]
+
+    return Trace(
+        input_tokens=np.concatenate([trace.input_tokens for trace in traces])[order],
+        output_tokens=np.concatenate([trace.output_tokens for trace in traces])[order],
+        arrival_s=times[order],
+        tier=names("tier"),
+        tenant=names("tenant"),
+    )
+
+
 def engine_of() -> CostModel:
     """The engine that goals are measured on: an RTX 4090 with Llama-3.1-8B, fitted from a measured run."""
     return read_cost_model(DEFAULT_COST_MODEL)
@@ -56,7 +78,7 @@ def service_rate(trace: Trace, cost: CostModel, **scheduler: Any) -> Replayed:
     return run(at_once(trace), cost, **{"shed": False, **scheduler})
 
 
-def pause_s(replayed: Replayed) -> np.ndarray:
+def pause_s(replayed: Replayed) -> NDArray[np.float64]:
     """float64 [served requests]: by how much each one's longest gap between two tokens exceeds the longest step there
     can be. That is what it stood still for while it had no seat, and not for the sake of somebody's prompt."""
     engine, recorder = replayed.settings.engine, replayed.recording.recorder

@@ -19,7 +19,7 @@ FILES = (
     "measured_vllm_RTXPRO6000_Qwen3-30B-A3B-Instruct-2507.csv",
 )
 BOUNDS = {"mean": 0.05, "p99": 0.10}
-ROUTERS = ("round-robin", "least-tokens", "prefix")
+ROUTERS = ("least-tokens",)
 _RATE_PER_ENGINE = 3.0
 """Requests per second: below what one can serve, so that the fleet is busy and nobody is refused."""
 _MINUTES = 10.0

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.goals import served
-from benchmarks.goals.simulated import CODE, CONVERSATION, at_once, engine_of, recorded, run, service_rate
+from benchmarks.goals.simulated import CODE, CONVERSATION, at_once, engine_of, joined, recorded, run, service_rate
 from benchmarks.goals.verdict import Check, Outcome, table_of
 from ropeway.bench.latencies import Recorder
 from ropeway.bench.traces import Trace
@@ -39,27 +39,6 @@ _FLOOD_RAMP_S = 30.0
 _BATCH_GAP_S = 150.0
 
 Floats = NDArray[np.float64]
-
-
-def joined(*traces: Trace) -> Trace:
-    """All their requests, in the order of arrival."""
-    times = np.concatenate([trace.times for trace in traces])
-    order = np.argsort(times, kind="stable")
-
-    def names(column: str) -> list[str] | None:
-        lists = [getattr(trace, column) for trace in traces]
-        if any(each is None for each in lists):
-            return None
-        flat = [name for each in lists for name in each]
-        return [flat[place] for place in order.tolist()]
-
-    return Trace(
-        input_tokens=np.concatenate([trace.input_tokens for trace in traces])[order],
-        output_tokens=np.concatenate([trace.output_tokens for trace in traces])[order],
-        arrival_s=times[order],
-        tier=names("tier"),
-        tenant=names("tenant"),
-    )
 
 
 def once_a_second(requests: int) -> Trace:
@@ -148,8 +127,8 @@ def _starvation(cost: CostModel, flood_s: float) -> Outcome:
     prompt, output = _FLOOD
     lengths = Trace(np.full(_FLOOD_SAMPLE, prompt), np.full(_FLOOD_SAMPLE, output))
     capacity = service_rate(lengths, cost).figures()["requests_per_s"]
-    flood = Trace(*(np.full(round(2 * capacity * flood_s), tokens) for tokens in _FLOOD))
-    flood = flood.at_rate(2 * capacity).with_tier("interactive")
+    count = round(2 * capacity * flood_s)
+    flood = Trace(np.full(count, prompt), np.full(count, output)).at_rate(2 * capacity).with_tier("interactive")
     times = np.arange(_FLOOD_RAMP_S, flood_s - _FLOOD_RAMP_S, _BATCH_GAP_S)
     batch = Trace(np.full(len(times), cost.kv_tokens * 2 // 5), np.full(len(times), 100), arrival_s=times)
     recorder = run(joined(flood, batch.with_tier("batch")), cost, how={"swap_space": _SWAP_GIB}).recording.recorder

@@ -34,7 +34,7 @@ from tests.support.fake_store import FakeStore
 from tests.support.setups import PURPOSES, SECONDS, arrivals, setups
 from tests.support.world import Arrival, Record, World
 
-SEQUENCES = int(__import__("os").environ.get("SQ", "50"))
+SEQUENCES = 50
 EVENTS = 40
 _STEPS = 3000
 LONG_PROMPT = Arrival(tuple(range(1, 36)), SamplingParams(max_tokens=2, ignore_eos=True))
@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject, disk: bool) -> None:
         self.setup = data.draw(setups(self.purpose))
         self.held: dict[bytes, HostBlock] = {}
+        self.before: list[World] = []
         self.disk = self.setup.host_blocks > 0 and (disk or self.purpose == "disk")
         self._open()
         self._prelude(data)
@@ -177,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._store = FakeStore(host, held=self.held)
             return self._store
 
-        self.world = World(self.setup, store_of if self.disk else None)
+        self.world = World(self.setup, store_of if self.disk else None, before=self.before)
 
     def _close(self) -> None:
         world = self.world
@@ -187,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         world.check_end()
         world.close()
         self.seen.update(world.seen)
+        self.before.append(world)
 
     def _live(self) -> list[Record]:
         return [record for record in self.world.records.values() if record.live]

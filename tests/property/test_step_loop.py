@@ -30,7 +30,7 @@ from tests.support.fake_store import FakeStore
 from tests.support.setups import AHEADS, PURPOSES, SECONDS, random_arrival, random_setup
 from tests.support.world import Arrival, Setup, World
 
-WORKLOADS = int(__import__("os").environ.get("WL", "600"))
+WORKLOADS = 600
 ON_A_REAL_DISK = 8
 REDUCTIONS = 400
 ABORTS = (None,) * 20 + (0, 2, 5, 10, 20)
@@ -113,12 +113,14 @@ def run(workload: Workload) -> Counter[str]:
         assert disk is not None
         return FakeStore(host, random=Random(disk.seed), faults=disk.faults, capacity=disk.capacity, held=held)
 
+    before: list[World] = []
     for events in halves:
-        world = World(setup, None if disk is None else store_of)
+        world = World(setup, None if disk is None else store_of, before=before)
         live(world, workload, events)
         world.check_end()
         world.close()
         happened.update(world.seen)
+        before.append(world)
     return happened
 
 
@@ -225,13 +227,15 @@ def test_every_request_gets_the_tokens_it_gets_alone_over_a_disk_whose_files_are
     setup = workload.setup
     layout = Layout("ab" * 32, "fp32", "fake-1", setup.block_size, layers=LAYERS, kv_heads=1, head_dim=1)
     middle = len(workload.events) // 2
+    before: list[World] = []
     for events in (workload.events[:middle], workload.events[middle:], workload.events):
         memory = HostArray(setup.host_blocks, setup.block_size)
         with closing(DiskStore(tmp_path, layout, memory.data, 1 << 20)) as store:
-            world = World(setup, lambda host, store=store: store, memory)
+            world = World(setup, lambda host, store=store: store, memory, before)
             live(world, workload, events, wait_s=0.0005)
             world.check_end(wait=lambda: time.sleep(0.002))
             world.close()
+            before.append(world)
             on_disk.update(saved=store.saved, loaded=store.loaded, errors=store.errors)
         for path in sorted(tmp_path.rglob("*.kv")):
             if random.random() < 0.2:

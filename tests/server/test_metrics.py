@@ -135,6 +135,23 @@ def test_what_waits_is_not_counted_as_running(served: Served, http: httpx.Client
     assert scrape(http)["ropeway_num_requests_running"] == 0
 
 
+def test_of_a_dead_engine_the_counters_stay_and_nothing_is_under_way() -> None:
+    engine = ScriptedEngine()
+    engine.counters = Stats(
+        steps=7, host_blocks_pinned=3, tiers={"batch": TierStats(running=2, waiting=3, swapped=1, finished=5)}
+    )
+    with serving(engine) as served, httpx.Client(base_url=served.url) as http:
+        assert scrape(http)["ropeway_tier_requests_waiting{tier=batch}"] == 3
+        engine.failure = "the engine process ended with signal 9"
+        values = scrape(http)
+    names = ("num_requests_", "tier_requests_", "kv_blocks{", "host_blocks{")
+    gauges = {name: value for name, value in values.items() if name.startswith(tuple(f"ropeway_{n}" for n in names))}
+    assert len(gauges) > 10
+    assert set(gauges.values()) == {0}
+    assert values["ropeway_engine_steps_total"] == 7
+    assert values["ropeway_finished_requests_total{tier=batch}"] == 5
+
+
 @pytest.mark.report("vllm-project/vllm#6642")
 def test_counters_never_fall_even_if_the_engine_counts_anew(served: Served, http: httpx.Client) -> None:
     counters = served.engine.counters

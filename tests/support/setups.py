@@ -169,4 +169,4 @@ def arrivals(purpose: str) -> st.SearchStrategy[Arrival]:
 
 SECONDS = (0.0, 0.001, 0.01, 0.1)
 """How far time goes on in a step."""
-AHEADS = (0, 1, 1)
+AHEADS = (0, 1, 1, 1, 2)

@@ -10,7 +10,7 @@ After every step the "Never" list of the scheduler is looked through:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -127,7 +127,7 @@ class Record:
     new: NewRequest
     arrival_s: float
     request: Request | None = None
-    """The scheduler's; None: it was refused at once."""
+    """The scheduler's; None: it was refused at once, or its time was over when the engine heard of it."""
     aborted: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -156,9 +156,17 @@ class _Waiting:
 class World:
     """Everything around one engine, from its start to its end."""
 
-    def __init__(self, setup: Setup, store_of: StoreOf | None = None, host: Any = None) -> None:
-        """``store_of``: makes the disk over the device's host blocks. ``host``: the host blocks' memory."""
+    def __init__(
+        self,
+        setup: Setup,
+        store_of: StoreOf | None = None,
+        host: MutableSequence[HostBlock | None] | None = None,
+        before: Sequence[World] = (),
+    ) -> None:
+        """``store_of``: makes the disk over the device's host blocks. ``host``: the host blocks' memory. ``before``:
+        whose disk it is, too."""
         self.setup = setup
+        self.before = before
         self.clock = Clock()
         self.records: dict[int, Record] = {}
         self.seen: Counter[str] = Counter()
@@ -189,6 +197,8 @@ class World:
             clock=self.clock,
         )
         self.steps = 0
+        self._plan: Plan | None = None
+        """Made in the step at hand."""
         self._stalled = 0
         self._next_id = 0
         self._output_seen = False
@@ -209,6 +219,7 @@ class World:
             if len(copies):
                 assert 0 <= copies[:, 0].min() <= copies[:, 0].max() < self.pool.num_blocks
                 assert 0 <= copies[:, 1].min() <= copies[:, 1].max() < host_blocks
+        self._plan = plan
         return self.device.forward(plan)
 
     def close(self) -> None:
@@ -299,12 +310,17 @@ class World:
             self.clock.advance(patience_s)
         began = self.clock.now
         waiting, lone = self._waiting(), self._lone()
+        preemptions = self._preemptions()
+        self._plan = None
         self.engine.step(ahead)
         self.steps += 1
         self.check()
+        self._check_victims(*preemptions)
         self._check_order(waiting)
         self._check_expiry(began)
         self._watch(began)
+        if not ahead:
+            assert self._plan is not None or not self.scheduler.seats.taken, "nobody of those who run can go on"
         if lone is not None:
             assert self.scheduler.lifecycle.requests.get(lone[0].id) is None or lone[0].preemptions == lone[1], (
                 "a lone request preempts itself"
@@ -410,6 +426,29 @@ class World:
                 else:
                     assert behind.started or not ahead.started, "a resumed request was passed by a new one"
 
+    def _preemptions(self) -> tuple[dict[int, int], int]:
+        """(how often each was preempted, how often somebody gave way to a higher tier)."""
+        lifecycle = self.scheduler.lifecycle
+        each = {i: request.preemptions for i, request in lifecycle.requests.items() if request.finish is None}
+        return each, sum(ledger.preemptions["admission"] for ledger in lifecycle.ledgers)
+
+    def _check_victims(self, each: dict[int, int], for_tier: int) -> None:
+        """Nobody gave way but to one ahead of it, or to one that is protected; nor in vain."""
+        requests, rank = self.scheduler.lifecycle.requests, self.scheduler.policy.rank
+        victims = [requests[i] for i, count in each.items() if i in requests and requests[i].preemptions > count]
+        if not victims:
+            return
+        assert self._plan is not None, "somebody gave way in vain"
+        seats = [self.scheduler.seats.request_id[seat.slot] for seat in self._plan.seats]
+        gained = [self.records[i].request for i in {*self._plan.request.tolist(), *seats} if i >= 0]
+        protected = [r for r in gained if r is not None and r.preemptions >= MAX_PREEMPTIONS]
+        if protected:
+            return
+        for victim in victims:
+            assert any(r is not None and rank(r) < rank(victim) for r in gained), "a request gave way to one behind it"
+        if self._preemptions()[1] > for_tier:
+            assert self._plan.seats, "a request gave way in vain to a higher tier"
+
     def _check_expiry(self, began: float) -> None:
         for record in self.records.values():
             if not record.live:
@@ -459,7 +498,10 @@ class World:
         if arrival.params.logprobs is not None:
             assert record.logprobs == [-float(t) for t in got]
         assert record.cached is None or record.cached <= len(arrival.prompt) - 1
-        assert (record.cached is None) == (not got)
+        if record.cached:
+            assert self.setup.prefix_cache
+            found = arrival.prompt[: record.cached]
+            assert self._could_find(record, found), "a prefix was found that nobody could have left"
         if finished is None:
             assert record.aborted
             assert got == want[: len(got)]
@@ -477,6 +519,17 @@ class World:
         assert finished.end_token == (want[-1] if want[-1] in end_ids else None)
         assert finished.refusal is None
 
+    def _could_find(self, record: Record, found: tuple[int, ...]) -> bool:
+        """Whether a call other than the record's own may have left this prefix."""
+        first = record.new.id if record.new.leader is None else record.new.leader
+        others = [r for r in self.records.values() if first not in (r.new.id, r.new.leader)]
+        others += [r for world in self.before for r in world.records.values()]
+        return any(
+            (*r.arrival.prompt, *r.tokens)[: len(found)] == found
+            for r in others
+            if r.arrival.salt == record.arrival.salt
+        )
+
     def _check_refusal(self, record: Record, finished: Finished) -> None:
         refusal, tier, new = finished.refusal, self.setup.tiers[record.new.tier], record.new
         assert refusal is not None
@@ -491,8 +544,7 @@ class World:
             case "QueueTimeout":
                 assert tier.queue_limit_s is not None
                 assert record.ended_s >= record.arrival_s + tier.queue_limit_s
-                assert record.request is not None
-                assert not record.request.started
+                assert record.request is None or not record.request.started
             case "DeadlineExceeded":
                 assert new.deadline_s is not None
                 assert record.ended_s >= new.deadline_s
@@ -510,7 +562,9 @@ class World:
         assert timeline.tier == self.setup.tiers[record.new.tier].name
         assert timeline.output_tokens == len(record.tokens)
         if request is None:
-            assert timeline.total_s == 0
+            over = record.finished is not None and record.finished.refusal is not None
+            over = over and record.finished.refusal.error in ("DeadlineExceeded", "QueueTimeout")
+            assert abs(timeline.total_s - (now - record.arrival_s if over else 0)) < 1e-6
             return
         parts = timeline.queued_s, timeline.prefill_s, timeline.decode_s, timeline.preempted_s, timeline.swapped_s
         assert min(parts) >= 0
@@ -520,6 +574,10 @@ class World:
         unseated, explained = sum(parts) - timeline.prefill_s - timeline.decode_s, sum(timeline.waits.values())
         assert min(timeline.waits.values(), default=0.0) >= 0
         assert explained <= unseated + 1e-6
+        if request.gate is None:
+            assert "gate" not in timeline.waits
+        if request.gated and timeline.phase == "queued":
+            assert set(timeline.waits) <= {"gate"}
         assert explained >= unseated - record.arrival.early_s - 1e-4, "time without a seat that nothing explains"
 
     def _check_ledgers(self) -> None:

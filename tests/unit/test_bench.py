@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 from typer.testing import CliRunner
 
 from benchmarks.random_model import SHAPES, random_model
@@ -17,13 +18,18 @@ from benchmarks.transformers_static import generate
 from ropeway.bench.driver import Driver, Run
 from ropeway.bench.latency import Latency, measure_latency, prefill_flops, step_weight_bytes
 from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
+from ropeway.bench.overhead import measure_overhead
+from ropeway.bench.preemption import KINDS, ResumeCost, measure_preemption, report
+from ropeway.bench.prefix import measure_prefix, measure_zero_hits
 from ropeway.bench.profile import PYTHON, profile_step
 from ropeway.bench.report import readable, reported_to
 from ropeway.bench.throughput import Throughput, measure_throughput
 from ropeway.bench.workload import WorkloadRequest, mixed_workload, totals, write_workload
+from ropeway.cli import bench_memory
 from ropeway.cli.bench import app
 from ropeway.config import Config
 from ropeway.errors import ConfigError, ContextLengthExceeded
+from ropeway.scheduling.scheduler import MAX_PREEMPTIONS
 from ropeway.settings import resolve
 from tests.support.tiny_models import SMALL, tiny_checkpoint, tiny_oracle
 
@@ -88,9 +94,7 @@ def test_kv_waste_is_the_share_of_allocated_slots_without_keys_and_values(one_re
     # 10 tokens of prompt, then 11, 12 and 13 in the cache: always two blocks of eight.
     assert one_request.steps.live_slots.tolist() == [10, 11, 12, 13]
     assert one_request.steps.allocated_slots.tolist() == [16] * 4
-    figures = Throughput.of(
-        one_request, [WorkloadRequest(10, 4)], max_num_seqs=SEATS, peak_rss_bytes=1, load_s=1.0
-    )
+    figures = Throughput.of(one_request, [WorkloadRequest(10, 4)], max_num_seqs=SEATS, peak_rss_bytes=1, load_s=1.0)
     assert figures.kv_waste == pytest.approx(1 - 46 / 64)
 
 
@@ -121,6 +125,64 @@ def test_no_request_runs_before_it_arrives():
     assert run.requests[1].finished_s < 0.4 < run.wall_s
 
 
+def test_a_request_that_names_no_tier_is_of_the_lowest_and_so_never_shed():
+    workload = [WorkloadRequest(4, 2), WorkloadRequest(4, 2, tier="interactive", tenant="a")]
+    with Driver(tiny_config()) as driver:
+        run = driver.run(workload)
+    assert [times.timeline.tier for times in run.requests] == ["batch", "interactive"]
+
+
+def test_a_run_keeps_the_tokens_and_where_the_time_went(one_request):
+    (times,) = one_request.requests
+    assert len(times.token_ids) == times.output_tokens == 4
+    assert times.timeline.output_tokens == 4
+    assert 0 < times.timeline.total_s <= one_request.wall_s
+
+
+def test_what_the_device_took_for_each_step_is_noted(one_request):
+    assert len(one_request.steps.elapsed_s) == len(one_request.steps.rows)
+    assert (one_request.steps.elapsed_s > 0).all()
+    assert one_request.steps.elapsed_s.sum() <= one_request.wall_s
+    assert one_request.steps.copy_s.max() < 1e-3
+
+
+def test_late_planning_waits_for_an_arrival_that_can_still_be_in_the_next_step():
+    workload = [WorkloadRequest(4, 60), WorkloadRequest(4, 2, arrival_s=0.05)]
+    with Driver(tiny_config(late_planning=True)) as driver:
+        run = driver.run(workload)
+    assert [times.output_tokens for times in run.requests] == [60, 2]
+
+
+# ---------------------------------------------------------------------- batching
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_padded_rows_are_computed_and_are_nobodys(padded):
+    workload = [WorkloadRequest(4, 2), WorkloadRequest(4, 10), WorkloadRequest(4, 6), WorkloadRequest(4, 4)]
+    with Driver(tiny_config(batching="static", padded_rows=padded, async_scheduling=False)) as driver:
+        steps = driver.run(workload).steps
+    assert (steps.rows - steps.padding).sum() == 22
+    assert bool(steps.padding.any()) == padded
+    if padded:  # all four rows up to the end of the longest
+        assert (steps.rows[:10] == 4).all()
+
+
+def test_slot_use_counts_the_steps_in_which_somebody_waits():
+    workload = [WorkloadRequest(4, 2), WorkloadRequest(4, 6), WorkloadRequest(4, 2)]
+    with Driver(tiny_config(max_num_seqs=2, batching="static", async_scheduling=False)) as driver:
+        steps = driver.run(workload).steps
+    # Six steps of the first batch, with two rows in two of them; then nobody waits.
+    assert steps.waiting.tolist() == [1] * 6 + [0] * 2
+    assert steps.slot_use(2) == pytest.approx(8 / 12)
+
+
+def test_a_batch_that_waits_for_its_window_does_not_spin():
+    with Driver(tiny_config(batching="dynamic", batch_window_s=0.2)) as driver:
+        run = driver.run([WorkloadRequest(4, 2)])
+    assert run.requests[0].first_token_s > 0.2
+    assert len(run.steps.rows) == 2
+
+
 def test_a_second_run_of_a_driver_starts_its_counts_anew():
     with Driver(tiny_config()) as driver:
         first, second = (driver.run([WorkloadRequest(10, 4)], seed=seed) for seed in (0, 1))
@@ -131,6 +193,79 @@ def test_a_second_run_of_a_driver_starts_its_counts_anew():
 def test_a_request_beyond_the_context_is_refused_by_its_place_before_anything_runs():
     with Driver(tiny_config()) as driver, pytest.raises(ContextLengthExceeded, match="request 2 of the workload"):
         driver.run([WorkloadRequest(4, 2), WorkloadRequest(300, 2)])
+
+
+# ---------------------------------------------------------------------- preemption
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["lost", "kept"])
+def resume_costs(request) -> list[ResumeCost]:
+    return measure_preemption(tiny_config(), [9, 40], kept=request.param, repeat=1)
+
+
+def test_every_kind_of_preemption_is_measured_at_every_length_as_often_as_requests_can_be_preempted(resume_costs):
+    assert [(cost.kind, cost.context_tokens) for cost in resume_costs] == [(k, n) for n in (9, 40) for k in KINDS]
+    for cost in resume_costs:
+        assert len(cost.samples_s) == cost.done.total() == MAX_PREEMPTIONS
+        assert cost.kind == "auto" or set(cost.done) == {cost.kind}
+
+
+def test_preempted_requests_give_the_tokens_of_those_left_alone(resume_costs):
+    assert all(cost.identical for cost in resume_costs)
+
+
+def test_recomputing_costs_time_where_nothing_is_kept():
+    costs = measure_preemption(tiny_config(), [40], repeat=1)
+    assert all(cost.median_s > 0 for cost in costs)
+
+
+def test_auto_is_compared_with_the_better_of_the_other_two():
+    costs = [ResumeCost("swap", 8, [2.0]), ResumeCost("recompute", 8, [3.0, 1.0, 9.0]), ResumeCost("auto", 8, [2.2])]
+    assert report(costs)["auto_over_better"] == {"8": pytest.approx(1.1)}
+
+
+@pytest.mark.parametrize("lengths", [[], [0]])
+def test_a_context_of_no_tokens_can_not_be_preempted(lengths):
+    with pytest.raises(ConfigError, match="at least one, of 1 token or more"):
+        measure_preemption(tiny_config(), lengths)
+
+
+# ---------------------------------------------------------------------- prefix
+
+
+def test_the_second_of_two_prompts_finds_the_full_blocks_they_share():
+    gain = measure_prefix(tiny_config(), prompt_tokens=100, shared=0.95, repeat=1)
+    assert (gain.shared_tokens, gain.cached_tokens) == (95, 88)
+    assert gain.cut_fraction == pytest.approx(1 - gain.warm_s / gain.cold_s)
+
+
+@pytest.mark.parametrize("shared", [0.0, 1.0, 1.5])
+def test_a_share_that_leaves_nothing_to_share_or_to_compute_is_refused(shared):
+    with pytest.raises(ConfigError, match="one token must be shared"):
+        measure_prefix(tiny_config(), prompt_tokens=20, shared=shared)
+
+
+def test_the_cost_without_hits_is_measured_with_and_without_the_cache():
+    cost = measure_zero_hits(tiny_config(), workload=WORKLOAD, repeat=1, sequences=4)
+    assert len(cost.throughput_ratios) == 1
+    assert cost.host_us_on > 0
+    assert cost.host_us_off > 0
+    assert cost.host_cost_fraction == pytest.approx((cost.host_us_on - cost.host_us_off) / cost.step_us)
+
+
+# ---------------------------------------------------------------------- overhead
+
+
+def test_with_all_features_requests_are_swapped_and_with_plain_ones_none_is_preempted():
+    full, plain = (
+        measure_overhead(16, async_scheduling=True, step_ms=0.0, steps=300, features=features)
+        for features in ("all", "plain")
+    )
+    assert full.preemptions > 0
+    assert full.swapped_blocks > 0
+    assert plain.preemptions == plain.swapped_blocks == plain.refused == 0
+    assert 0 < full.running <= 16
+    assert plain.running == pytest.approx(16, abs=0.5)
 
 
 # ---------------------------------------------------------------------- latency
@@ -290,6 +425,44 @@ def test_bench_overhead_takes_several_numbers_of_sequences(tmp_path, counts):
         *((8, False), (8, True)),
     ]
     assert all(0 <= each["bubble"] < 1 and each["host_us_per_step"]["p50"] > 0 for each in runs)
+
+
+@pytest.fixture(scope="module")
+def memory_app() -> typer.Typer:
+    app = typer.Typer()
+    for command in (bench_memory.preemption, bench_memory.prefix):
+        app.command()(command)
+    return app
+
+
+def test_bench_preemption_writes_every_cost(tmp_path, memory_app):
+    arguments = ["preemption", str(tiny_checkpoint("llama")), "--length", "12", "--length", "20", "--repeat", "1"]
+    files = ["--json", str(tmp_path / "r.json"), "--device", "reference", "--block-size", "8"]
+    result = CliRunner().invoke(memory_app, [*arguments, *files])
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [(cost["kind"], cost["context_tokens"]) for cost in report["costs"]] == [
+        (kind, length) for length in (12, 20) for kind in KINDS
+    ]
+    assert report["identical"] is True
+    assert report["auto_over_better"].keys() == {"12", "20"}
+    assert "NO" not in result.output
+
+
+def test_bench_prefix_writes_what_was_saved_and_what_no_hits_cost(tmp_path, memory_app):
+    arguments = ["prefix", str(tiny_checkpoint("llama")), "--prompt-tokens", "60", "--repeat", "1"]
+    files = ["--json", str(tmp_path / "r.json"), "--device", "reference", "--block-size", "8"]
+    result = CliRunner().invoke(memory_app, [*arguments, *files])
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["shared_tokens"], report["cached_tokens"]) == (57, 56)
+    assert "cut_fraction" in result.output
+
+
+def test_a_bad_share_is_told_in_one_line(memory_app):
+    result = CliRunner().invoke(memory_app, ["prefix", str(tiny_checkpoint("llama")), "--shared", "2"])
+    assert result.exit_code == 1
+    assert "at least one token must be shared" in result.output
 
 
 def test_a_bad_workload_is_told_in_one_line(tmp_path):

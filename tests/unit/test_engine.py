@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.engine.engine import Engine
@@ -19,6 +20,7 @@ from ropeway.request import FinishReason, SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.tiers import DEFAULT_TIERS, Tier, find_tier
 from tests.support.fake_device import END, FakeDevice, alone
+from tests.support.fake_store import FakeStore
 from tests.support.line import TOKEN
 
 
@@ -62,13 +64,14 @@ class Bench:
         seats: int = 8,
         prefix_cache: bool = True,
         tiers: Sequence[Tier] = DEFAULT_TIERS,
+        host: HostTier | None = None,
     ) -> None:
         max_len = min(128, blocks * block_size)
         config = SchedulerConfig(max_num_seqs=seats, max_batched_tokens=budget)
         self.said: list[StepOutput] = []
         self.now = 0.0
         """The engine's clock; the test moves it."""
-        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len, tiers=tiers)
+        self.scheduler = Scheduler(config, BlockPool(blocks, block_size), max_len, tiers=tiers, host=host)
         self.engine = Engine(
             self.scheduler,
             executor,
@@ -385,6 +388,23 @@ def test_a_request_whose_deadline_passes_is_told_before_the_next_step_and_says_n
     assert bench.scheduler.pool.live == 0
 
 
+def test_a_request_whose_time_is_over_when_it_comes_is_refused_and_not_accepted() -> None:
+    bench = Bench(FakeDevice(32, 4), tiers=(Tier(name="standard", queue_limit_s=3.0),))
+    bench.now = 5.0  # a long step has kept the engine from hearing of them
+    bench.submit(1, [5, 6], arrival_s=1.0, deadline_s=4.0)
+    bench.submit(2, [5, 6], arrival_s=1.5)
+    bench.submit(3, [5, 6], arrival_s=3.0, deadline_s=9.0)
+    assert [output.accepted for output in bench.said] == [[], [], [3]]
+    ends = {f.id: f for output in bench.said for f in output.finished}
+    assert {i: f.refusal.error for i, f in ends.items() if f.refusal is not None} == {
+        1: "DeadlineExceeded",
+        2: "QueueTimeout",
+    }
+    assert [f.timeline.queued_s for f in ends.values() if f.timeline is not None] == [4.0, 3.5]
+    bench.run(ahead=1)
+    assert [bench.finish(i) for i in (1, 2, 3)] == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.LENGTH]
+
+
 def test_explain_tells_of_requests_under_way_only() -> None:
     bench = Bench(FakeDevice(32, 4), seats=1)
     bench.submit(1, [5, 6], max_tokens=1)
@@ -420,6 +440,18 @@ def test_stats_are_told_per_tier() -> None:
     assert [(tier.finished, tier.output_tokens) for tier in tiers.values()] == [(1, 2), (1, 6)]
     assert all(tier.predicted_tokens > 0 for tier in tiers.values())
     assert bench.engine.stats().preemptions == 1
+
+
+def test_the_stats_of_an_idle_engine_hold_no_pins_of_what_the_disk_has_written_since() -> None:
+    device = FakeDevice(32, 4, 8)
+    store = FakeStore(device.host)
+    bench = Bench(device, host=HostTier(BlockPool(8, 4), store))
+    bench.submit(1, [5, 6, 7, 8, 9])
+    bench.run(ahead=1)
+    assert (bench.engine.stats().host_blocks_pinned, len(store.pending)) == (2, 2)
+    store.work()
+    stats = bench.engine.stats()
+    assert (stats.host_blocks_pinned, stats.host_blocks_cached, stats.disk_blocks) == (0, 2, 2)
 
 
 def test_a_padded_batch_leaves_an_idle_engine_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
@@ -190,6 +191,43 @@ def test_a_flood_of_one_tenant_delays_another_s_request_by_a_seat_at_most(tenant
         first = prompts.index(single.tokens[0]) if single.slot >= 0 else len(prompts)
         passed += first
     assert passed <= 1
+
+
+def test_who_is_next_is_not_found_anew_by_every_step_while_no_tenant_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = Line(seats=1, blocks=512)
+    line.add(4, 50, tenant="seated")
+    line.step()
+    for number in range(20):
+        line.add(4, 2, tenant=f"{number}")
+    questions: list[int] = []
+    order = TenantShares.order
+
+    def counted(shares: TenantShares, waiting: Collection[str]) -> list[str]:
+        questions.append(len(waiting))
+        return order(shares, waiting)
+
+    monkeypatch.setattr(TenantShares, "order", counted)
+    for _ in range(20):
+        line.step()
+    assert len(questions) <= 1
+
+
+def test_the_order_of_turns_is_that_of_the_counters_after_whatever_happened() -> None:
+    draw = random.Random(5)
+    line = Line(seats=3, blocks=512, budget=64)
+    requests: list[Request] = []
+    for _ in range(300):
+        if draw.random() < 0.7:
+            requests.append(line.add(draw.randint(1, 9), draw.randint(1, 6), tenant=draw.choice("abcdefgh")))
+        if draw.random() < 0.2:
+            line.scheduler.abort(draw.choice(requests).id if requests else 0, "cancel", line.now)
+        if draw.random() < 0.6 and line.scheduler.has_work:
+            line.step()
+        waiting = line.scheduler.waiting.lines[1]
+        turns = list(dict.fromkeys(request.tenant for request in waiting if not request.started))
+        assert turns == sorted(turns, key=lambda tenant: (waiting.shares.served(tenant), tenant))
 
 
 def test_a_request_s_place_among_its_tenant_s_own_is_that_of_its_arrival() -> None:

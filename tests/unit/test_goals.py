@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.goals import __main__ as goals
-from benchmarks.goals import admission, batching, chunked, prefix, simulator, tiers
-from benchmarks.goals.simulated import CONVERSATION, at_once, at_rate, engine_of, pause_s, recorded, run
+from benchmarks.goals import admission, batching, chunked, preemption, prefix, simulator, tiers
+from benchmarks.goals.simulated import CONVERSATION, at_once, at_rate, engine_of, joined, pause_s, recorded, run
 from benchmarks.goals.verdict import Check, Outcome
 from ropeway.bench.traces import Trace, read_trace
 
@@ -170,7 +170,7 @@ def test_a_small_run_of_goal_8_has_every_figure():
 def test_joined_traces_keep_their_requests_in_the_order_of_arrival():
     one = Trace(np.array([1, 2]), np.array([5, 6]), arrival_s=np.array([0.0, 3.0])).with_tier("batch")
     other = Trace(np.array([9]), np.array([8]), arrival_s=np.array([1.0])).with_tier("interactive")
-    both = tiers.joined(one, other)
+    both = joined(one, other)
     assert both.input_tokens.tolist() == [1, 9, 2]
     assert both.times.tolist() == [0.0, 1.0, 3.0]
     assert both.tier == ["batch", "interactive", "batch"]
@@ -237,3 +237,16 @@ def test_every_measured_run_has_a_shipped_engine_of_its_sizes():
 
     measured = {read_cost_model(name).measured for name in shipped_cost_models()}
     assert measured == set(simulator.FILES)
+
+
+# ---------------------------------------------------------------------- 7: preemption
+
+
+@pytest.mark.parametrize(("bandwidth", "better"), [(2e8, "recompute"), (2e10, "swap")])
+def test_on_the_simulated_engine_the_cost_of_a_preemption_is_what_it_adds(bandwidth, better):
+    row = preemption.simulated_costs(1024, bandwidth, kept=False)
+    costs = row["cost_s"]
+    assert costs[better] == min(costs["swap"], costs["recompute"]) > 0
+    assert row["ratio"] == pytest.approx(costs["auto"] / costs[better])
+    if better == "swap":  # 64 blocks of 2 MiB, there and back
+        assert costs["swap"] == pytest.approx(2 * 1024 * 131072 / 2e10, rel=0.1)

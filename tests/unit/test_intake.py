@@ -133,6 +133,17 @@ def test_a_request_that_nobody_is_ahead_of_is_never_shed_however_long_its_own_pr
     assert line.offer(3000, 4, tier="fast") is None
 
 
+def test_a_group_that_nobody_is_ahead_of_is_never_shed_for_its_own_size() -> None:
+    line = timed_line(seats=2)
+    prompt = list(range(400))  # 0.8 s of a promised second
+    leader = line.request(prompt, 50, tier="fast", keys=[root_key()])
+    assert line.scheduler.offer(leader, line.now) is None
+    for _ in range(5):
+        sibling = line.request(prompt, 50, tier="fast", keys=[root_key()], leader=leader)
+        assert line.scheduler.offer(sibling, line.now) is None
+    assert error(line.offer(400, 50, tier="fast")) == "Shed", "others are"
+
+
 def test_requests_of_lower_tiers_shed_nobody_above_them() -> None:
     line = timed_line(seats=2)
     for _ in range(40):
@@ -180,6 +191,38 @@ def test_the_rate_at_which_seats_were_given_tells_how_long_the_queue_takes() -> 
     accepted = answers.index(next(refusal for refusal in answers if refusal is not None))
     assert 2 <= accepted <= 6
     assert {error(refusal) for refusal in answers[accepted:]} == {"Shed"}
+
+
+def test_before_anything_is_measured_the_predicted_ends_of_the_seated_tell_how_long_it_takes() -> None:
+    line = timed_line(seats=2, cost=StepCost(0.05, TOKEN_S, 0.0))
+    for _ in range(200):
+        line.scheduler.lengths.observe("fast", "", 400)
+    line.add(4, 600, tier="fast"), line.add(4, 600, tier="fast")
+    line.step()
+    refusal = line.offer(4, 5, tier="fast")  # the first seat is free in about 400 steps of 54 ms
+    assert refusal is not None
+    assert refusal.error == "Shed"
+    assert refusal.retry_after_s is not None
+    assert 15 < refusal.retry_after_s < 30
+
+
+def test_seats_that_were_given_at_one_moment_to_requests_that_came_together_tell_nothing_of_the_rate() -> None:
+    def accepted(pairs: int) -> int:
+        line = Line(seats=2, tiers=(Tier(name="fast", ttft_s=5.0),), step_s=0.1)
+        for _ in range(20):
+            line.scheduler.lengths.observe("fast", "", 10)
+        for _ in range(pairs):  # nobody waits for anybody
+            line.add(4, 10, tier="fast")
+            line.add(4, 10, tier="fast")
+            line.run()
+            line.now += 1.0
+        for _ in range(12):
+            line.add(4, 10, tier="fast")
+        while len(line.scheduler.waiting):
+            line.step()
+        return sum(line.offer(4, 10, tier="fast") is None for _ in range(40))
+
+    assert accepted(pairs=100) == accepted(pairs=0)
 
 
 def test_first_tokens_that_come_later_than_predicted_make_the_predictions_more_careful() -> None:
@@ -254,6 +297,17 @@ def test_a_deadline_of_a_request_that_has_ended_is_passed_over() -> None:
     line.now = 5.0
     assert line.expire() == []
     assert list(line.finished) == [done.id]
+
+
+def test_far_deadlines_of_requests_that_have_ended_take_no_memory_for_long() -> None:
+    line = Line(seats=2)
+    kept = line.add(4, 200, deadline_s=50.0)
+    for _ in range(400):
+        line.add(4, 1, deadline_s=1e9)
+        line.step()
+    assert len(line.scheduler.intake._expiries) < 100
+    line.now = 50.0
+    assert [finished.id for finished in line.expire()] == ([kept.id] if kept.finish is None else [])
 
 
 def test_deadlines_are_kept_in_the_order_of_time_not_of_arrival() -> None:

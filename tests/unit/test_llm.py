@@ -243,10 +243,20 @@ def test_observed_lengths_are_kept_over_restarts(tmp_path: Path, caplog: pytest.
     with tiny_llm(length_profile=str(profile)) as llm:
         assert "damaged" in llm.info.warnings[0]
         assert "damaged" in caplog.text
-    (tmp_path / "file").touch()
     with tiny_llm(length_profile=str(tmp_path / "file" / "lengths.json")):
-        pass
+        (tmp_path / "file").touch()
     assert "could not be written" in caplog.text
+
+
+def test_a_file_that_is_no_length_profile_of_this_model_is_left_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "tiers.toml"
+    file.write_text('[[tier]]\nname = "only"\n')
+    before = file.read_bytes()
+    with tiny_llm(length_profile=str(file)) as llm:
+        tokens(llm, [[5], [6]])
+        (warning,) = llm.info.warnings
+        assert warning.endswith("it is ignored, and nothing is saved there")
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("swap_space", [1e5, 1e-9])

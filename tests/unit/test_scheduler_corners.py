@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ropeway.cache.keys import root_key
 from tests.support.line import Line
 
@@ -26,3 +28,42 @@ def test_one_that_gives_way_in_the_plan_that_brings_it_back_keeps_its_host_copie
     line.settle(plan)
     line.run()
     assert len(line.outputs[fresh.id]) == 2
+
+
+@pytest.mark.parametrize(("prompt", "suffices"), [(18, True), (22, False)])
+def test_nobody_gives_way_for_blocks_that_stay_with_those_who_share_them(prompt: int, suffices: bool) -> None:
+    line = Line(blocks=12, block_size=4, seats=4)
+    prefix = list(range(100, 124))
+    line.add([*prefix, 1], 3, tier="interactive", keys=[root_key()])  # seven blocks
+    line.step()
+    sharing = line.add([*prefix, 2], 3, tier="batch", keys=[root_key()])  # six of those, and one of its own
+    line.step()
+    late = line.add(prompt, 2, tier="interactive")  # five blocks or six; four are free
+    line.step()
+    assert (late.slot >= 0) == suffices
+    assert sharing.preemptions == suffices
+
+
+def test_blocks_that_a_victim_shares_with_who_takes_its_place_are_not_counted_as_gained() -> None:
+    line = Line(blocks=12, block_size=4, seats=4)
+    line.add(12, 8, tier="interactive")  # three blocks, and soon four
+    prefix = list(range(100, 124))
+    sharing = line.add(prefix, 3, tier="batch", keys=[root_key()])  # six
+    line.step()
+    line.step()
+    late = line.add([*prefix, *range(16)], 3, tier="interactive", keys=[root_key()])  # eleven, of which it finds six
+    line.step()
+    assert late.slot < 0
+    assert sharing.preemptions == 0
+
+
+def test_who_takes_the_place_of_a_lower_tier_is_not_held_up_by_what_the_future_may_bring() -> None:
+    line = Line(blocks=16, block_size=4, seats=2, admission="profile")
+    below = line.add(4, 40, tier="batch")
+    line.step()
+    line.add(20, 30, tier="interactive")
+    line.step()
+    late = line.add(16, 30, tier="interactive")
+    line.step()
+    assert below.preemptions == 1
+    assert late.slot >= 0

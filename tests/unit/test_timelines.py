@@ -8,7 +8,8 @@ import pytest
 
 from ropeway.cache.keys import root_key
 from ropeway.request import Request, Timeline
-from ropeway.scheduling.waits import REASONS
+from ropeway.scheduling.lifecycle import MAX_PREEMPTIONS
+from ropeway.scheduling.waits import REASONS, WaitAccounts
 from ropeway.tiers import Tier
 from tests.support.fake_device import HostBlock
 from tests.support.fake_store import FakeStore
@@ -171,6 +172,23 @@ def test_a_request_waits_for_blocks_when_a_seat_is_free_and_they_are_not() -> No
     request = line.add(15, 1)
     line.run()
     assert line.timeline(request).waits == {"blocks": 3.0}
+
+
+def test_a_protected_request_waits_for_blocks_while_another_one_s_life_has_them() -> None:
+    line = Line(blocks=6, seats=4, step_s=1.0)
+    line.add(15, 4, preemptions=MAX_PREEMPTIONS)
+    line.step()
+    request = line.add(4, 8, preemptions=MAX_PREEMPTIONS)
+    line.run()
+    assert line.timeline(request).waits == {"blocks": 3.0}
+
+
+def test_a_moment_that_is_told_late_counts_no_second_twice() -> None:
+    waits = WaitAccounts(1)
+    waits.waits_for(0, "slots")
+    for now in (1.0, 3.0, 2.0, 4.0):
+        waits.advance(now)
+    assert sum(waits.read(0)) == 3.0
 
 
 def test_a_request_waits_for_the_budget_while_prompts_ahead_fill_the_steps() -> None:

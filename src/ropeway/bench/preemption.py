@@ -112,7 +112,7 @@ def report(costs: Sequence[ResumeCost]) -> dict[str, Any]:
         for length in dict.fromkeys(cost.context_tokens for cost in costs)
     }
     return {
-        "costs": [asdict(cost) | {"median_s": cost.median_s} for cost in costs],
+        "costs": [asdict(cost) | {"done": dict(cost.done), "median_s": cost.median_s} for cost in costs],
         "auto_over_better": {str(length): ratio for length, ratio in ratios.items()},
         "worst_auto_over_better": max(ratios.values()),
         "identical": all(cost.identical for cost in costs),

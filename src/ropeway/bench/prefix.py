@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -96,14 +96,14 @@ def measure_prefix(
 def measure_zero_hits(
     config: Config,
     *,
-    requests: int = 32,
+    workload: Sequence[WorkloadRequest] | None = None,
     repeat: int = 5,
     sequences: int = 64,
     progress: Callable[[int, int], None] | None = None,
 ) -> ZeroHitCost:
-    """A mixed workload of unique prompts on the real device, and ``sequences`` equal requests over the timer device,
-    with the cache and without in alternation."""
-    workload = mixed_workload(requests)
+    """``workload`` (default: the mixed one of other benchmarks), with prompts of its own each time, on the real device,
+    and ``sequences`` equal requests over the timer device, with the cache and without in alternation."""
+    workload = mixed_workload() if workload is None else workload
     ratios: list[float] = []
     steps_s: list[float] = []
     host: dict[bool, list[float]] = {True: [], False: []}

@@ -136,7 +136,8 @@ def assemble(
     warnings = memory.warnings
     lengths, profile = LengthProfiles(), _profile_path(config)
     if profile is not None and (problem := lengths.load(profile, config.model.model)) is not None:
-        warnings.append(problem)
+        warnings.append(f"{problem}, and nothing is saved there")
+        profile = None  # whatever it is, somebody may want it back
     for warning in warnings:
         log.warning("%s", warning)
     engine = Engine(

@@ -59,8 +59,8 @@ class Engine:
         return bool(self._pending) or self.scheduler.has_work
 
     def submit(self, requests: Iterable[NewRequest]) -> None:
-        """Queue completions, and tell which were accepted. One that can never be served, or that its tier cannot take
-        now, ends at once with ``FinishReason.ERROR``."""
+        """Queue completions, and tell which were accepted. One that can never be served, that its tier cannot take
+        now, or whose time is over already, ends at once with ``FinishReason.ERROR``."""
         now = self.clock()
         accepted, refused = [], []
         leaders: dict[int, Request] = {}
@@ -79,7 +79,10 @@ class Engine:
             else:
                 leaders[new.id] = request
                 accepted.append(new.id)
-        self._tell(refused, accepted)
+        # A step may have kept the engine from hearing of a request until its time was over.
+        expired = self.scheduler.expire(now)
+        over = {finished.id for finished in expired}
+        self._tell([*refused, *expired], [request_id for request_id in accepted if request_id not in over])
 
     def abort(self, ids: Iterable[int], reason: str) -> None:
         """Drop requests between steps; nothing more of them is published."""
@@ -124,6 +127,9 @@ class Engine:
         self._settle(keep=0)
 
     def stats(self) -> Stats:
+        host = self.scheduler.host
+        if host is not None and not self.has_work:
+            host.poll()  # no plan does; nobody waits for what comes of it
         return stats_of(self.scheduler, self.steps)
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ _MEMORY_S = 30.0
 _ENOUGH_S = 2.0
 """Least time of full load after which a measured rate counts."""
 _MOST_RETRY_S = 120.0
+_FEW = 64
+"""Expiries of requests that are gone, beside as many as there are requests, that are not worth clearing away."""
 _ON_TIME = 0.97
 """Share of first tokens that are to come within the prediction times the caution."""
 _LEARNS = 0.1
@@ -50,7 +52,9 @@ class Intake:
 
     def refusal(self, request: Request, now: float, leader_refused: Refusal | None = None) -> Refusal | None:
         """Why the request's tier cannot take it now; None: it can."""
-        refusal = leader_refused or self._full(request) or self._late(request, now)
+        refusal = leader_refused or self._full(request)
+        if refusal is None and request.leader is None:  # what its own group takes is not held against a sibling
+            refusal = self._late(request, now)
         if refusal is not None:
             code = "shed" if refusal.error == "Shed" else "queue_full"
             self._lifecycle.ledgers[request.tier].refused[code] += 1
@@ -63,6 +67,10 @@ class Intake:
         limit = self._lifecycle.tiers[request.tier].queue_limit_s
         if limit is not None:
             heapq.heappush(self._expiries, (request.arrival_s + limit, request.id, "queue_timeout"))
+        if len(self._expiries) > 4 * len(self._lifecycle.requests) + _FEW:
+            # Deadlines may be far away, and most requests are gone long before theirs.
+            self._expiries = [each for each in self._expiries if self._concerned(each[1], each[2]) is not None]
+            heapq.heapify(self._expiries)
 
     def seated(self, request: Request, now: float) -> None:
         """A request gets a seat."""
@@ -93,13 +101,18 @@ class Intake:
     def next_expiry_s(self) -> float:
         return self._expiries[0][0] if self._expiries else math.inf
 
+    def _concerned(self, request_id: int, code: str) -> Request | None:
+        """Whom an entry of the heap is still about."""
+        request = self._lifecycle.find(request_id)
+        return None if request is None or (code == "queue_timeout" and request.started) else request
+
     def expire(self, now: float) -> list[Finished]:
         """End whoever's time is over."""
         finished = []
         while self._expiries and self._expiries[0][0] <= now:
             _, request_id, code = heapq.heappop(self._expiries)
-            request = self._lifecycle.find(request_id)
-            if request is None or (code == "queue_timeout" and request.started):
+            request = self._concerned(request_id, code)
+            if request is None:
                 continue
             tier = self._lifecycle.tiers[request.tier]
             if code == "queue_timeout":
@@ -180,7 +193,7 @@ class Intake:
             return 0.0
         rate = self._rate.tokens_per_s
         if rate is None:
-            rate = self._little(request)
+            return self._first_end_s(request, ahead)
         return (ahead.work + _work(request)) / rate if rate > 0 else 0.0
 
     def _must_wait(self, request: Request) -> bool:
@@ -231,14 +244,24 @@ class Intake:
         room = max(budget - seats.taken, 1)
         return self._cost.predict(budget, kv_tokens) / room
 
-    def _little(self, request: Request) -> float:
-        """A first guess of the rate, in tokens per second: what is seated, over the time a request stays."""
-        seats = self._lifecycle.seats
+    def _first_end_s(self, request: Request, ahead: _Ahead) -> float:
+        """The same while nothing has been measured: until as many of the seated have ended, by their predicted lengths,
+        as it takes for those ahead and for this one."""
+        lifecycle = self._lifecycle
+        seats = lifecycle.seats
         if not seats.taken or not self._cost.known:
             return 0.0
-        held = int(seats.length[seats.ranked].sum())
-        step_s = self._cost.predict(seats.taken, held)
-        return held / max(request.predicted_tokens * step_s, 1e-6)
+        slots = seats.ranked
+        length, generated = seats.length[slots], np.maximum(seats.length[slots] - seats.prompt[slots], 0)
+        cap = np.maximum(seats.limit[slots] - seats.prompt[slots], generated + 1)
+        remaining = lifecycle.lengths.draw(seats.length_class[slots], generated, cap, seats.luck[slots])
+        order = np.argsort(remaining)
+        freed = np.cumsum((length + remaining)[order])
+        wanted = ahead.work + _work(request) - lifecycle.pool.available * lifecycle.pool.block_size
+        ends = max(ahead.requests + 1 - seats.vacant, int(np.searchsorted(freed, wanted)) + 1)
+        rounds, last = divmod(ends - 1, len(slots))
+        steps = rounds * int(remaining[order[-1]]) + int(remaining[order[last]])
+        return steps * self._cost.predict(seats.taken, int(length.sum()))
 
 
 class _Ahead(NamedTuple):
@@ -255,17 +278,21 @@ class _ServiceRate:
     def __init__(self) -> None:
         self._work = 0.0
         self._time_s = 0.0
-        self._last_s = -math.inf
+        self._before_s = self._last_s = -math.inf
+        """The last two moments at which somebody was seated."""
+        self._uncounted_s = 0.0
+        """The time between them, until it is counted."""
 
     def count(self, work: float, arrival_s: float, now: float) -> None:
-        """A request that came at ``arrival_s`` is seated now. The time since the last one counts if this one was
-        waiting all along."""
-        passed = now - self._last_s
-        if arrival_s <= self._last_s and math.isfinite(passed):
-            kept = math.exp(-passed / _MEMORY_S)
+        """A request that came at ``arrival_s`` is seated now, maybe with others. The time since anybody was seated
+        before counts if this one was waiting all along; else neither that nor its work does."""
+        if now > self._last_s:
+            self._before_s, self._last_s, self._uncounted_s = self._last_s, now, now - self._last_s
+        if arrival_s <= self._before_s:
+            kept = math.exp(-self._uncounted_s / _MEMORY_S)
             self._work = self._work * kept + work
-            self._time_s = self._time_s * kept + passed
-        self._last_s = now
+            self._time_s = self._time_s * kept + self._uncounted_s
+            self._uncounted_s = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:

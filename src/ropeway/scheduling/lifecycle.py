@@ -145,7 +145,7 @@ class Lifecycle:
         rest of what it had copied back, another one what is cached under ``in_host``."""
         self._wait_no_more(request)
         if not request.started:
-            self.waiting.lines[self.policy.line(request)].shares.charge(
+            self.waiting.lines[self.policy.line(request)].charge(
                 request.tenant, prompt_tokens=request.prompt_tokens, output_tokens=request.predicted_tokens
             )
         self._enter(request, "prefill", now)
@@ -185,23 +185,22 @@ class Lifecycle:
         self._drop_swapped(request)
         return hits + fresh, computed
 
-    def preempt(self, slot: int, now: float, *, swap: bool) -> str:
+    def preempt(self, slot: int, now: float, *, swap: bool) -> None:
         """Take the seat of a request and put it back into its line. With ``swap`` its blocks are copied to host memory
-        if they fit there. Returns what has become of them: "swap" or "recompute"."""
+        if they fit there; else they are to be computed again."""
         request = self.seated(slot)
         if swap and self.host is not None:
             self._swap_out(request, self.host)
         self._leave_seat(request)
-        kind: Phase = "preempted" if request.swapped is None else "swapped"
+        phase: Phase = "preempted" if request.swapped is None else "swapped"
+        kind = "recompute" if request.swapped is None else "swap"
         request.preemptions += 1
-        word = "recompute" if request.swapped is None else "swap"
-        request.timeline.preemptions[word] = request.timeline.preemptions.get(word, 0) + 1
+        request.timeline.preemptions[kind] = request.timeline.preemptions.get(kind, 0) + 1
         ledger = self.ledgers[request.tier]
-        ledger.preemptions[word] += 1
+        ledger.preemptions[kind] += 1
         ledger.swapped += request.swapped is not None
-        self._enter(request, kind, now)
+        self._enter(request, phase, now)
         self._wait(request, now)
-        return word
 
     def _swap_out(self, request: Request, host: HostTier) -> None:
         blocks = self.seats.held(request.slot)
@@ -266,9 +265,8 @@ class Lifecycle:
         timeline = self.timeline(request, now)
         timeline.phase = "finished"
         if request.started:
-            unused = timeline.output_tokens - request.predicted_tokens
-            shares = self.waiting.lines[self.policy.line(request)].shares
-            shares.charge(request.tenant, output_tokens=unused)
+            beyond = timeline.output_tokens - request.predicted_tokens
+            self.waiting.lines[self.policy.line(request)].charge(request.tenant, output_tokens=beyond)
         if pad:
             self.seats.pad(request.slot)
             self.padding += 1

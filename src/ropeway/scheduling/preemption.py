@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,16 +50,17 @@ class Preemption:
                 if self._lifecycle.tiers[self._seats.tier[slot]].preemptible and slot not in fresh:
                     yield slot
 
-    def make_way(self, missing: int, line: int, fresh: Collection[int], now: float) -> bool:
-        """Preempt lower tiers until a slot is vacant and ``missing`` blocks more are available; False, and nobody is
-        preempted, when that is beyond them."""
+    def make_way(self, missing: int, hits: Sequence[int], line: int, fresh: Collection[int], now: float) -> bool:
+        """Preempt lower tiers until a slot is vacant and ``missing`` blocks more are available, beside ``hits``, which
+        are found and will be kept; False, and nobody is preempted, when that is beyond them."""
         victims: list[int] = []
         slots = 0 if self._seats.vacant else 1
+        freed = self._freed(hits)
         for victim in self._lower(line, fresh):
             if missing <= 0 and slots <= 0:
                 break
             victims.append(victim)
-            missing -= int(self._seats.blocks_held[victim])
+            missing -= freed(victim)
             slots -= 1
         if missing > 0 or slots > 0 or not victims:
             return False
@@ -80,25 +81,25 @@ class Preemption:
     # ------------------------------------------------------------------ for want of blocks
 
     def make_room(self, count: int, slot: int, rows: PlanRows, now: float) -> bool:
-        """Preempt until ``count`` blocks are available to the request in ``slot``. False when those that may give
-        way hold too few; nobody is preempted then, unless blocks they share turn out to stay with others."""
+        """Preempt until ``count`` blocks are available to the request in ``slot``. False, and nobody is preempted, when
+        those that may give way hold too few."""
         missing = count - self._lifecycle.pool.available
         if missing <= 0:
             return True
         if self._seats.padding[slot]:
             return False
         victims: list[int] = []
+        freed = self._freed()
         for victim in self._victims(slot, rows):
             victims.append(victim)
-            missing -= int(self._seats.blocks_held[victim])
+            missing -= freed(victim)
             if missing <= 0:
                 break
         else:
             return False
         for victim in victims:
             self.preempt(victim, now)
-        # Blocks that others share do not become available, so it may take more of them.
-        return self.make_room(count, slot, rows, now)
+        return True
 
     def _victims(self, slot: int, rows: PlanRows) -> Iterator[int]:
         """Who may give way to the request in ``slot``, the best first: without a row in this plan, and behind the asker
@@ -108,6 +109,23 @@ class Preemption:
             behind = np.arange(len(ranked)) > np.flatnonzero(ranked == slot)[0]
             ranked = ranked[behind | self._seats.padding[ranked]]
         return (other for other in self._by_cost(ranked) if other != slot and other not in rows)
+
+    def _freed(self, kept: Sequence[int] = ()) -> Callable[[int], int]:
+        """A function to be called for one seat after the other: how many blocks more become available when that one is
+        taken, too. Those that others share do not, nor do those in ``kept``."""
+        seats, pool = self._seats, self._lifecycle.pool
+        ranked = seats.ranked
+        if not kept and int(seats.blocks_held[ranked].sum()) == pool.live:  # nobody shares any
+            return lambda slot: int(seats.blocks_held[slot])
+        tables = [seats.blocks[slot, : seats.blocks_held[slot]] for slot in ranked.tolist()]
+        holders = np.bincount(np.concatenate([*tables, np.array(kept, dtype=np.int32)]), minlength=pool.num_blocks)
+
+        def freed(slot: int) -> int:
+            blocks = seats.blocks[slot, : seats.blocks_held[slot]]
+            holders[blocks] -= 1
+            return int(np.count_nonzero(holders[blocks] == 0))
+
+        return freed
 
     # ------------------------------------------------------------------ how
 

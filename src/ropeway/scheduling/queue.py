@@ -22,6 +22,8 @@ class Line:
         self.count = 0
         self._resumed: list[Request] = []
         self._tenants: dict[str, list[Request]] = {}
+        self._turns: list[str] | None = None
+        """The tenants in their order; None: it has changed."""
 
     def __iter__(self) -> Iterator[Request]:
         """In the order of turns; the line must not change meanwhile."""
@@ -29,7 +31,10 @@ class Line:
         if len(self._tenants) == 1:
             yield from next(iter(self._tenants.values()))
         elif self._tenants:
-            for tenant in self.shares.order(self._tenants):
+            # Every step asks who is next, and there may be very many tenants.
+            if self._turns is None:
+                self._turns = self.shares.order(self._tenants)
+            for tenant in self._turns:
                 yield from self._tenants[tenant]
 
     def oldest_s(self) -> float:
@@ -40,6 +45,7 @@ class Line:
         if request.tenant not in self._tenants and not request.started:
             self.shares.returns(request.tenant, self._tenants)
             self._tenants[request.tenant] = []
+            self._turns = None
         insort(self._of(request), request, key=_key)
         self.count += 1
 
@@ -52,6 +58,13 @@ class Line:
         if not requests and not request.started:
             self.shares.order(self._tenants)  # the floor rises to the last one's counter
             del self._tenants[request.tenant]
+            self._turns = None
+
+    def charge(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Note service of a tenant; see ``TenantShares.charge``."""
+        self.shares.charge(tenant, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        if tenant in self._tenants:
+            self._turns = None
 
     def _of(self, request: Request) -> list[Request]:
         return self._resumed if request.started else self._tenants[request.tenant]

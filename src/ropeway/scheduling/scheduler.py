@@ -255,8 +255,9 @@ class Scheduler:
             for lower in range(line + 1, open_lines):
                 self.lifecycle.waits_for(lower, "tier")
             open_lines = line
-        for line in range(open_lines):
-            self.lifecycle.waits_for(line, "step")
+        for line in range(open_lines):  # whoever is left there waits at a gate, or for another protected one's end
+            ungated = any(not request.gated for request in self.waiting.lines[line])
+            self.lifecycle.waits_for(line, "blocks" if ungated else "step")
         return seated
 
     def _boards(self) -> bool:
@@ -294,9 +295,10 @@ class Scheduler:
         return self.lifecycle.protected_life + life <= self.pool.num_blocks
 
     def _try_seat(
-        self, request: Request, line: int, promised: int, fresh: Collection[int]
+        self, request: Request, line: int, promised: int, fresh: Collection[int], *, way_made: bool = False
     ) -> tuple[Seat | None, Reason | None]:
-        """Seat the request, at the cost of lower tiers if need be; else why it must wait."""
+        """Seat the request, at the cost of lower tiers if need be; else why it must wait. ``way_made``: somebody has
+        given way to it."""
         if not self.seats.vacant and not self.preemption.outranks(line, fresh):
             return None, "slots"
         if self.seats.vacant and (request.id, self.pool.releases) == self._refused.get(line):
@@ -306,16 +308,17 @@ class Scheduler:
         idle = self.pool.idle(hits)
         available = self.pool.available - idle - promised
         candidate = _candidate(request, shared=len(hits) - idle)
-        if not self.seats.vacant or not self._admits(candidate, need, available, line):
-            made_way = self.preemption.make_way(need - available, line, fresh, self._now)
+        admitted = need <= available if way_made else self._admits(candidate, need, available, line)
+        if not self.seats.vacant or not admitted:
+            way_made = self.preemption.make_way(need - available, hits, line, fresh, self._now)
             self._running = None
-            if not made_way:
+            if not way_made:
                 if not self.seats.vacant:
                     return None, "slots"
                 if not fresh:  # those are no victims in this pass, but may be in the next one
                     self._refused[line] = (request.id, self.pool.releases)
                 return None, "blocks"
-            return self._try_seat(request, line, promised, fresh)
+            return self._try_seat(request, line, promised, fresh, way_made=True)
         in_host = () if request.swapped is not None else self.prefixes.find_in_host(request, len(hits))
         if self._running is not None:
             self._running.add(candidate)

@@ -20,9 +20,11 @@ class WaitAccounts:
 
     def advance(self, now: float) -> None:
         """Put the time since the last call to each line's reason."""
-        if self._until_s is not None and now > self._until_s:
-            for account, reason in zip(self._seconds, self._now_for, strict=True):
-                account[reason] += now - self._until_s
+        passed = 0.0 if self._until_s is None else now - self._until_s
+        if passed < 0.0:
+            return  # what has been counted once is not counted again
+        for account, reason in zip(self._seconds, self._now_for, strict=True):
+            account[reason] += passed
         self._until_s = now
 
     def waits_for(self, line: int, reason: Reason) -> None:

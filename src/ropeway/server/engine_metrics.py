@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -33,6 +34,8 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
+        if self._engine.failure is not None:
+            stats = _counters_of(stats)
         yield from self._requests(stats)
         yield from self._tiers(stats)
         yield from self._blocks(stats)
@@ -114,6 +117,13 @@ class EngineCollector(Collector):
         highest = max(value, self._highest.get(series, 0))
         self._highest[series] = highest
         return highest
+
+
+def _counters_of(stats: Stats) -> Stats:
+    """What an engine that is gone has counted: it holds nothing any more."""
+    nothing = {name: 0 for name in stats.__struct_fields__ if name.startswith(("blocks_", "host_blocks_"))}
+    tiers = {name: msgspec.structs.replace(tier, running=0, waiting=0, swapped=0) for name, tier in stats.tiers.items()}
+    return msgspec.structs.replace(stats, running=0, waiting=0, tiers=tiers, reservation=0.0, step_s=0.0, **nothing)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
