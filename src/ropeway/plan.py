@@ -68,6 +68,11 @@ class Plan:
     def num_tokens(self) -> int:
         return int(self.count.sum())
 
+    @property
+    def kv_tokens(self) -> int:
+        """Positions whose keys the step reads, over all rows, their own included."""
+        return int(self.start.sum() + self.count.sum())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:

@@ -67,3 +67,19 @@ def test_who_takes_the_place_of_a_lower_tier_is_not_held_up_by_what_the_future_m
     line.step()
     assert below.preemptions == 1
     assert late.slot >= 0
+
+
+def test_a_head_that_did_not_fit_is_tried_again_when_its_prefix_is_published() -> None:
+    line = Line(blocks=11, budget=20)
+    prompt = list(range(1, 25))
+    first = line.add(prompt, 8, keys=[root_key()])
+    second = line.add(prompt, 8, keys=[root_key()])
+    flying, ahead = line.plan(), line.plan()
+    assert (first.slot >= 0, second.slot >= 0) == (True, False)
+    line.settle(flying)
+    line.settle(ahead)
+    line.step()
+    assert first.finish is None, "nobody has given a block back"
+    assert second.slot >= 0
+    line.run()
+    assert [len(line.outputs[request.id]) for request in (first, second)] == [8, 8]

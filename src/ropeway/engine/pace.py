@@ -31,7 +31,7 @@ class Pace:
         """A plan was made from ``began_s`` to ``now`` and submitted."""
         self._host_s = max(now - began_s, self._host_s * _FORGETS)
         if plan is not None and self._cost.known:
-            self._step_s = self._cost.predict(plan.num_tokens, int((plan.start + plan.count).sum()))
+            self._step_s = self._cost.predict(plan.num_tokens, plan.kv_tokens)
             self._ends_s = max(self._ends_s, now) + self._step_s
 
     def settled(self, now: float) -> None:

@@ -92,8 +92,9 @@ class Scheduler:
         self.intake = Intake(config, self.lifecycle, self.cost)
         self.preemption = Preemption(config, self.lifecycle, self.cost, self.copy_cost, self.admission.reservation)
         self._shift = pool.block_size.bit_length() - 1
-        self._refused: dict[int, tuple[int, int]] = {}
-        """Line -> (request, pool.releases) of the last head that did not fit: nothing has changed until a release."""
+        self._refused: dict[int, tuple[int, int, bytes | None]] = {}
+        """Line -> (request, pool.releases, key of the first block it did not find) of the last head that did not fit:
+        nothing has changed until a release, or until that block is published."""
         self._running: RunningColumns | None = None
         """The seated as admission sees them, for the pass that is being made."""
         self._now = 0.0
@@ -301,7 +302,7 @@ class Scheduler:
         given way to it."""
         if not self.seats.vacant and not self.preemption.outranks(line, fresh):
             return None, "slots"
-        if self.seats.vacant and (request.id, self.pool.releases) == self._refused.get(line):
+        if self.seats.vacant and self._still_refused(request, line):
             return None, "blocks"
         hits = self.prefixes.find(request)
         need = self.lifecycle.blocks_for(min(len(request.tokens) + 1, request.limit - 1)) - len(hits)
@@ -316,7 +317,9 @@ class Scheduler:
                 if not self.seats.vacant:
                     return None, "slots"
                 if not fresh:  # those are no victims in this pass, but may be in the next one
-                    self._refused[line] = (request.id, self.pool.releases)
+                    keys = request.keys or []
+                    missing = keys[len(hits) + 1] if len(keys) > len(hits) + 1 else None
+                    self._refused[line] = (request.id, self.pool.releases, missing)
                 return None, "blocks"
             return self._try_seat(request, line, promised, fresh, way_made=True)
         in_host = () if request.swapped is not None else self.prefixes.find_in_host(request, len(hits))
@@ -324,6 +327,13 @@ class Scheduler:
             self._running.add(candidate)
         self.intake.seated(request, self._now)
         return self.lifecycle.seat(request, hits, in_host, self._now), None
+
+    def _still_refused(self, request: Request, line: int) -> bool:
+        """Whether nothing has changed for a head that did not fit."""
+        head, releases, missing = self._refused.get(line, (-1, -1, None))
+        return (head, releases) == (request.id, self.pool.releases) and (
+            missing is None or self.pool.find(missing) is None
+        )
 
     def _admits(self, candidate: Candidate, need: int, available: int, line: int) -> bool:
         """Whether one of this line may have blocks. Where lower tiers can give way later, only the present counts."""
@@ -516,7 +526,7 @@ class Scheduler:
         self.stuck = False
         self.lifecycle.waits.advance(now)
         if result.elapsed_s > 0 and len(plan.slot):
-            self.cost.observe(plan.num_tokens, int((plan.start + plan.count).sum()), result.elapsed_s)
+            self.cost.observe(plan.num_tokens, plan.kv_tokens, result.elapsed_s)
         copies = len(plan.to_host) + len(plan.to_device)
         if copies:
             assert self.host is not None
