@@ -71,9 +71,16 @@ def engine_hits(trace: Trace) -> int:
 
 
 def measure(
-    *, requests: int | None = None, prompt_tokens: int = 1280, repeat: int = 9, workload: int = 16, sequences: int = 64
+    *,
+    requests: int | None = None,
+    prompt_tokens: int = 1280,
+    repeat: int = 9,
+    workload: int = 8,
+    pairs: int = 15,
+    sequences: int = 64,
 ) -> Outcome:
-    """``requests``: only so many of each trace."""
+    """``requests``: only so many of each trace. ``repeat``: pairs of prompts with a shared prefix; ``pairs``: runs of
+    ``workload`` requests with the cache and without."""
     outcome = Outcome()
     shares = []
     for name, parts in MOONCAKE.items():
@@ -97,7 +104,7 @@ def measure(
     model, label = small_model()
     config = resolve({"model": model}, environ={}, given_as="argument").config
     gain = measure_prefix(config, prompt_tokens=prompt_tokens, repeat=repeat)
-    cost = measure_zero_hits(config, workload=mixed_workload(workload), repeat=repeat, sequences=sequences)
+    cost = measure_zero_hits(config, workload=mixed_workload(workload), repeat=pairs, sequences=sequences)
     outcome.figures |= {"model": label, "shared_prefix": asdict(gain), "zero_hits": asdict(cost)}
     outcome.checks += [
         Check(f"{label}: prefill time that a shared prefix of 95 % cuts", gain.cut_fraction, 0.92, unit="%"),

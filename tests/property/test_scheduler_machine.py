@@ -34,7 +34,7 @@ from tests.support.fake_store import FakeStore
 from tests.support.setups import PURPOSES, SECONDS, arrivals, setups
 from tests.support.world import Arrival, Record, World
 
-SEQUENCES = 50
+SEQUENCES = 40
 EVENTS = 40
 _STEPS = 3000
 LONG_PROMPT = Arrival(tuple(range(1, 36)), SamplingParams(max_tokens=2, ignore_eos=True))

@@ -32,7 +32,7 @@ from tests.support.world import Arrival, Setup, World
 
 WORKLOADS = 600
 ON_A_REAL_DISK = 8
-REDUCTIONS = 400
+REDUCING_S = 60.0
 ABORTS = (None,) * 20 + (0, 2, 5, 10, 20)
 seen: Counter[str] = Counter()
 """What the workloads of this module have gone through."""
@@ -153,6 +153,10 @@ def live(world: World, workload: Workload, events: tuple[Event, ...], *, wait_s:
 
 def smaller(workload: Workload) -> Iterator[Workload]:
     """What might fail in the same way and is easier to understand."""
+    return (candidate for candidate in _simpler(workload) if candidate != workload)
+
+
+def _simpler(workload: Workload) -> Iterator[Workload]:
     events, setup, plain = workload.events, workload.setup, Setup()
     for i in range(len(events)):
         yield replace(workload, events=events[:i] + events[i + 1 :])
@@ -160,7 +164,8 @@ def smaller(workload: Workload) -> Iterator[Workload]:
     yield replace(workload, restart=False)
     yield replace(workload, abort_when=None)
     yield replace(workload, aheads=(0,))
-    yield replace(workload, aheads=(1,))
+    if len(workload.aheads) > 1:
+        yield replace(workload, aheads=(1,))
     yield replace(workload, seconds=(0.0,))
     for field in fields(Setup):
         yield replace(workload, setup=replace(setup, **{field.name: getattr(plain, field.name)}))
@@ -178,24 +183,16 @@ def smaller(workload: Workload) -> Iterator[Workload]:
 
 
 def reduced(workload: Workload, error: type[BaseException]) -> Workload:
-    """A smaller workload with the same error."""
-    tries = REDUCTIONS
-    progress = True
-    while progress:
-        progress = False
-        for candidate in smaller(workload):
-            if candidate == workload:
-                continue
-            tries -= 1
-            if tries < 0:
-                return workload
-            try:
-                run(candidate)
-            except error:
-                workload, progress = candidate, True
-                break
-            except Exception:
-                continue
+    """A smaller workload with the same error, as far as one is found in time."""
+    until = time.monotonic() + REDUCING_S
+    candidates = smaller(workload)
+    while time.monotonic() < until and (candidate := next(candidates, None)) is not None:
+        try:
+            run(candidate)
+        except error:
+            workload, candidates = candidate, smaller(candidate)
+        except Exception:
+            continue
     return workload
 
 

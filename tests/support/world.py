@@ -1,6 +1,6 @@
 """The real engine in a made-up world: a fake device, a fake disk, a clock that the test moves, and a watchdog.
 
-After every step the "Never" list of the scheduler is looked through:
+The scheduler's "Never" list is looked through all the time:
 
 - running == 0 and waiting > 0 while the blocks would suffice
 - running > max_num_seqs; a request preempted more than ``MAX_PREEMPTIONS`` times; a lone request that preempts itself
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ropeway import errors
 from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.cache.transfer import BlockStore
@@ -25,25 +24,19 @@ from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.outcome import Finished, StepOutput
 from ropeway.plan import Plan
-from ropeway.request import FinishReason, Request, SamplingParams, Timeline
+from ropeway.request import Request, SamplingParams
 from ropeway.scheduling.cost import StepCost
 from ropeway.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler
 from ropeway.tiers import DEFAULT_TIERS, Tier
-from tests.support.fake_device import END, FakeDevice, FakeWork, HostBlock, alone
+from tests.support.fake_device import END, FakeDevice, FakeWork, HostBlock
 from tests.support.fake_store import FakeStore
+from tests.support.verdicts import check_ledgers, check_record, check_timeline
+from tests.support.watchdog import Watchdog
 
 MAX_LEN = 48
 STEP_COST = (0.01, 0.001, 1e-5)
 """Seconds of a step, per token, per cached token, by which the device's steps are said to last."""
 _TICK_S = 1e-6
-_CODES = {
-    "Shed": "shed",
-    "QueueFull": "queue_full",
-    "QueueTimeout": "queue_timeout",
-    "DeadlineExceeded": "deadline_exceeded",
-}
-"""Error -> the name under which refusals are counted."""
-
 StoreOf = Callable[[MutableSequence[HostBlock | None]], BlockStore]
 
 
@@ -140,19 +133,6 @@ class Record:
         return self.finished is None and not self.aborted
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """One who waited before a step."""
-
-    request: Request
-    key: tuple[float, int]
-    line: int
-    started: bool
-    held: bool
-    """Behind a gate."""
-    preemptions: int
-
-
 class World:
     """Everything around one engine, from its start to its end."""
 
@@ -197,11 +177,11 @@ class World:
             clock=self.clock,
         )
         self.steps = 0
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         """Made in the step at hand."""
-        self._stalled = 0
         self._next_id = 0
-        self._output_seen = False
+        self._accepted: set[int] = set()
+        self._watchdog = Watchdog(self)
 
     # ------------------------------------------------------------------ between engine and device: an executor
 
@@ -213,13 +193,12 @@ class World:
             record = self.records[request_id]
             assert not record.aborted, "a step of a request that was aborted"
             assert record.finished is None or self.config.padded_rows, "a step of a request that has ended"
-        host_blocks = self.setup.host_blocks
-        for copies, most in ((plan.to_host, (self.pool.num_blocks, host_blocks)), (plan.to_device[:, ::-1], None)):
-            del most
+        for copies in (plan.to_host, plan.to_device[:, ::-1]):
             if len(copies):
-                assert 0 <= copies[:, 0].min() <= copies[:, 0].max() < self.pool.num_blocks
-                assert 0 <= copies[:, 1].min() <= copies[:, 1].max() < host_blocks
-        self._plan = plan
+                assert copies.min() >= 0
+                assert copies[:, 0].max() < self.pool.num_blocks
+                assert copies[:, 1].max() < self.setup.host_blocks
+        self.plan = plan
         return self.device.forward(plan)
 
     def close(self) -> None:
@@ -228,8 +207,7 @@ class World:
     # ------------------------------------------------------------------ between engine and clients: the outbox
 
     def receive(self, output: StepOutput) -> None:
-        for request_id in output.accepted:
-            assert self.records[request_id].request is None
+        self._accepted.update(output.accepted)
         for started in output.started:
             record = self.records[started.id]
             assert record.cached is None, "started twice"
@@ -278,7 +256,8 @@ class World:
         for new in group:
             record = self.records[new.id]
             record.request = self.scheduler.find(new.id)
-            assert (record.request is None) == (record.finished is not None), "neither accepted nor refused"
+            assert (new.id in self._accepted) == record.live, "neither accepted nor refused"
+            assert (record.request is not None) == record.live
         self.scheduler.check()
         return ids
 
@@ -308,23 +287,12 @@ class World:
         assert patience_s >= 0
         if self.scheduler.stuck:
             self.clock.advance(patience_s)
-        began = self.clock.now
-        waiting, lone = self._waiting(), self._lone()
-        preemptions = self._preemptions()
-        self._plan = None
+        self.plan = None
+        self._watchdog.before()
         self.engine.step(ahead)
         self.steps += 1
         self.check()
-        self._check_victims(*preemptions)
-        self._check_order(waiting)
-        self._check_expiry(began)
-        self._watch(began)
-        if not ahead:
-            assert self._plan is not None or not self.scheduler.seats.taken, "nobody of those who run can go on"
-        if lone is not None:
-            assert self.scheduler.lifecycle.requests.get(lone[0].id) is None or lone[0].preemptions == lone[1], (
-                "a lone request preempts itself"
-            )
+        self._watchdog.after(ahead)
 
     def settle(self) -> None:
         """Bring in every step in flight."""
@@ -363,7 +331,7 @@ class World:
         for request_id, timeline in timelines.items():
             record = self.records[request_id]
             assert timeline.phase != "finished"
-            self._check_timeline(record, timeline, self.clock.now)
+            check_timeline(self, record, timeline, self.clock.now)
 
     def check_stats(self) -> None:
         stats = self.engine.stats()
@@ -391,85 +359,11 @@ class World:
             self.host.check([])
             assert self.host.pool.free + self.host.pool.cached == self.setup.host_blocks
         for record in self.records.values():
-            self._check_record(record)
-        self._check_ledgers()
+            check_record(self, record)
+        check_ledgers(self)
         self._count()
 
-    # ------------------------------------------------------------------ inside: after each step
-
-    def _waiting(self) -> list[_Waiting]:
-        policy = self.scheduler.policy
-        return [
-            _Waiting(r, (r.urgency, r.order), policy.line(r), r.started, r.gated, r.preemptions)
-            for r in self.scheduler.waiting
-        ]
-
-    def _lone(self) -> tuple[Request, int] | None:
-        """The only request there is, and how often it was preempted."""
-        scheduler = self.scheduler
-        if scheduler.lifecycle.padding or scheduler.seats.taken + len(scheduler.waiting) != 1:
-            return None
-        (request,) = (r for r in scheduler.lifecycle.requests.values() if r.finish is None)
-        return request, request.preemptions
-
-    def _check_order(self, waiting: list[_Waiting]) -> None:
-        """Nobody was passed by one behind it in its line, but with a closed gate, or protected."""
-        left = [w for w in waiting if w.request.finish is None and w.request.slot < 0 and not w.held]
-        left = [w for w in left if w.preemptions == w.request.preemptions < MAX_PREEMPTIONS]
-        seated = [w for w in waiting if w.request.slot >= 0]
-        for ahead in left:
-            for behind in seated:
-                if ahead.line != behind.line:
-                    continue
-                if ahead.started == behind.started and ahead.request.tenant == behind.request.tenant:
-                    assert behind.key < ahead.key, "a request was passed by one behind it"
-                else:
-                    assert behind.started or not ahead.started, "a resumed request was passed by a new one"
-
-    def _preemptions(self) -> tuple[dict[int, int], int]:
-        """(how often each was preempted, how often somebody gave way to a higher tier)."""
-        lifecycle = self.scheduler.lifecycle
-        each = {i: request.preemptions for i, request in lifecycle.requests.items() if request.finish is None}
-        return each, sum(ledger.preemptions["admission"] for ledger in lifecycle.ledgers)
-
-    def _check_victims(self, each: dict[int, int], for_tier: int) -> None:
-        """Nobody gave way but to one ahead of it, or to one that is protected; nor in vain."""
-        requests, rank = self.scheduler.lifecycle.requests, self.scheduler.policy.rank
-        victims = [requests[i] for i, count in each.items() if i in requests and requests[i].preemptions > count]
-        if not victims:
-            return
-        assert self._plan is not None, "somebody gave way in vain"
-        seats = [self.scheduler.seats.request_id[seat.slot] for seat in self._plan.seats]
-        gained = [self.records[i].request for i in {*self._plan.request.tolist(), *seats} if i >= 0]
-        protected = [r for r in gained if r is not None and r.preemptions >= MAX_PREEMPTIONS]
-        if protected:
-            return
-        for victim in victims:
-            assert any(r is not None and rank(r) < rank(victim) for r in gained), "a request gave way to one behind it"
-        if self._preemptions()[1] > for_tier:
-            assert self._plan.seats, "a request gave way in vain to a higher tier"
-
-    def _check_expiry(self, began: float) -> None:
-        for record in self.records.values():
-            if not record.live:
-                continue
-            assert record.new.deadline_s is None or record.new.deadline_s > began, "a deadline was overlooked"
-            limit = self.setup.tiers[record.new.tier].queue_limit_s
-            if limit is not None and record.request is not None and not record.request.started:
-                assert record.arrival_s + limit > began, "the time limit of a queue was overlooked"
-
-    def _watch(self, began: float) -> None:
-        """Nobody runs though somebody could: for one step, while the last ones are settled."""
-        scheduler = self.scheduler
-        able = [r for r in scheduler.waiting if not r.gated and not r.unsettled]
-        window = (
-            self.config.batching == "dynamic"
-            and len(scheduler.waiting) > 0
-            and began < scheduler.intake.window_ends_s()
-        )
-        stalled = not scheduler.seats.taken and able and not window
-        self._stalled = self._stalled + 1 if stalled else 0
-        assert self._stalled <= 2, "nobody runs, somebody waits, and the blocks would suffice"
+    # ------------------------------------------------------------------ inside
 
     def _note_abort(self, record: Record) -> None:
         request = record.request
@@ -479,128 +373,6 @@ class World:
         self.seen["aborts while running"] += request.slot >= 0
         self.seen["aborts of siblings"] += bool(request.followers)
         self.seen["aborts while a prefix is loaded"] += request.gated and request.leader is None
-
-    # ------------------------------------------------------------------ inside: at the end
-
-    def _check_record(self, record: Record) -> None:
-        arrival, new = record.arrival, record.new
-        limit = min(self.max_len, len(arrival.prompt) + (arrival.params.max_tokens or self.max_len))
-        end_ids = (() if arrival.params.ignore_eos else (END,)) + arrival.params.stop_token_ids
-        finished = record.finished
-        if len(arrival.prompt) >= limit:
-            assert finished is not None
-            assert finished.refusal is not None
-            assert finished.refusal.error == "ContextLengthExceeded"
-            assert not record.tokens
-            return
-        want = alone(arrival.prompt, arrival.params, new.seed, end_ids, limit)
-        got = record.tokens
-        if arrival.params.logprobs is not None:
-            assert record.logprobs == [-float(t) for t in got]
-        assert record.cached is None or record.cached <= len(arrival.prompt) - 1
-        if record.cached:
-            assert self.setup.prefix_cache
-            found = arrival.prompt[: record.cached]
-            assert self._could_find(record, found), "a prefix was found that nobody could have left"
-        if finished is None:
-            assert record.aborted
-            assert got == want[: len(got)]
-            return
-        assert not record.aborted
-        assert finished.timeline is not None
-        assert finished.timeline.phase == "finished"
-        self._check_timeline(record, finished.timeline, record.ended_s)
-        if finished.reason is FinishReason.ERROR:
-            assert got == want[: len(got)]
-            self._check_refusal(record, finished)
-            return
-        assert got == want
-        assert finished.reason is (FinishReason.STOP if want[-1] in end_ids else FinishReason.LENGTH)
-        assert finished.end_token == (want[-1] if want[-1] in end_ids else None)
-        assert finished.refusal is None
-
-    def _could_find(self, record: Record, found: tuple[int, ...]) -> bool:
-        """Whether a call other than the record's own may have left this prefix."""
-        first = record.new.id if record.new.leader is None else record.new.leader
-        others = [r for r in self.records.values() if first not in (r.new.id, r.new.leader)]
-        others += [r for world in self.before for r in world.records.values()]
-        return any(
-            (*r.arrival.prompt, *r.tokens)[: len(found)] == found
-            for r in others
-            if r.arrival.salt == record.arrival.salt
-        )
-
-    def _check_refusal(self, record: Record, finished: Finished) -> None:
-        refusal, tier, new = finished.refusal, self.setup.tiers[record.new.tier], record.new
-        assert refusal is not None
-        assert issubclass(getattr(errors, refusal.error), errors.RopewayError)
-        assert refusal.message
-        match refusal.error:
-            case "Shed":
-                assert self.config.shed
-                assert tier.ttft_s is not None
-            case "QueueFull":
-                assert tier.max_queue is not None or tier.max_queue_tokens is not None
-            case "QueueTimeout":
-                assert tier.queue_limit_s is not None
-                assert record.ended_s >= record.arrival_s + tier.queue_limit_s
-                assert record.request is None or not record.request.started
-            case "DeadlineExceeded":
-                assert new.deadline_s is not None
-                assert record.ended_s >= new.deadline_s
-            case _:
-                raise AssertionError(refusal.error)
-        if refusal.error in ("Shed", "QueueFull"):
-            assert record.request is None
-            assert refusal.retry_after_s is not None
-            assert refusal.retry_after_s >= 1
-
-    def _check_timeline(self, record: Record, timeline: Timeline, now: float) -> None:
-        """The phases sum to the time since its arrival; so do the reasons, to the time without a seat, but for what
-        passed before the engine heard of it."""
-        request = record.request
-        assert timeline.tier == self.setup.tiers[record.new.tier].name
-        assert timeline.output_tokens == len(record.tokens)
-        if request is None:
-            over = record.finished is not None and record.finished.refusal is not None
-            over = over and record.finished.refusal.error in ("DeadlineExceeded", "QueueTimeout")
-            assert abs(timeline.total_s - (now - record.arrival_s if over else 0)) < 1e-6
-            return
-        parts = timeline.queued_s, timeline.prefill_s, timeline.decode_s, timeline.preempted_s, timeline.swapped_s
-        assert min(parts) >= 0
-        assert abs(timeline.total_s - (now - record.arrival_s)) < 1e-6
-        assert sum(timeline.preemptions.values()) == request.preemptions
-        assert timeline.cached_tokens == (request.cached_tokens or 0)
-        unseated, explained = sum(parts) - timeline.prefill_s - timeline.decode_s, sum(timeline.waits.values())
-        assert min(timeline.waits.values(), default=0.0) >= 0
-        assert explained <= unseated + 1e-6
-        if request.gate is None:
-            assert "gate" not in timeline.waits
-        if request.gated and timeline.phase == "queued":
-            assert set(timeline.waits) <= {"gate"}
-        assert explained >= unseated - record.arrival.early_s - 1e-4, "time without a seat that nothing explains"
-
-    def _check_ledgers(self) -> None:
-        for rank, ledger in enumerate(self.scheduler.lifecycle.ledgers):
-            assert (ledger.waiting, ledger.swapped) == (0, 0)
-            records = [record for record in self.records.values() if record.new.tier == rank]
-            requests = [record.request for record in records if record.request is not None]
-            served, refused = [], Counter[str]()
-            for record in records:
-                finished = record.finished
-                if finished is None:
-                    continue
-                if finished.refusal is None:
-                    served.append(record)
-                elif finished.refusal.error in _CODES:
-                    refused[_CODES[finished.refusal.error]] += 1
-            assert +ledger.refused == refused
-            assert ledger.finished == len(served)
-            assert ledger.output_tokens == sum(len(record.tokens) for record in served)
-            assert ledger.predicted_tokens == sum(r.request.predicted_tokens for r in served if r.request is not None)
-            kinds = ledger.preemptions
-            assert kinds["swap"] + kinds["recompute"] == sum(request.preemptions for request in requests)
-            assert kinds["admission"] <= kinds["swap"] + kinds["recompute"]
 
     def _count(self) -> None:
         scheduler, seen = self.scheduler, self.seen

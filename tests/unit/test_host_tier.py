@@ -473,7 +473,7 @@ def cached_on_disk(count: int) -> tuple[World, list[tuple[int, ...]]]:
         before.submit(Arrival(prompt, params(1)))
         finish(before)
     assert len(held) == 3 * count
-    return World(setup, store_of), prompts
+    return World(setup, store_of, before=[before]), prompts
 
 
 def finish(world: World) -> None:

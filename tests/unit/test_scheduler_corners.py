@@ -83,3 +83,35 @@ def test_a_head_that_did_not_fit_is_tried_again_when_its_prefix_is_published() -
     assert second.slot >= 0
     line.run()
     assert [len(line.outputs[request.id]) for request in (first, second)] == [8, 8]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("gone", [1, 2])
+def test_what_a_sibling_left_that_was_given_up_is_no_prefix_hit(gone: int, prefix_cache: bool) -> None:
+    line = Line(budget=9)
+    group = line.add_group(PROMPT, 4, prefix_cache=prefix_cache)
+    line.step()  # two blocks of the leader's prompt
+    for request in group[:gone]:
+        line.scheduler.abort(request.id, "disconnect", line.now)
+    line.run()
+    assert line.scheduler.prefixes.hits == 0
+    assert line.cached == {request.id: 0 for request in group[gone:]}
+
+
+def test_what_comes_free_is_kept_for_an_aged_head_that_needs_more_and_not_given_to_younger_ones_of_higher_tiers() -> (
+    None
+):
+    line = Line(blocks=10, aging_s=1.0, step_s=0.0)
+    first = line.add(16, 9, tier="interactive")
+    line.step()
+    large = line.add(30, 2, tier="batch")
+    line.now += 100.0
+    small = line.add(3, 2, tier="interactive")
+    line.step()
+    assert (large.slot, small.slot) == (-1, -1), "though there is room for the small one"
+    while first.finish is None:
+        line.step()
+    line.step()
+    assert large.slot >= 0
+    line.run()
+    assert [len(line.outputs[request.id]) for request in (first, large, small)] == [9, 2, 2]

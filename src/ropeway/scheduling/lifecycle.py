@@ -310,7 +310,7 @@ class Lifecycle:
         leader.followers.clear()
         if followers:
             heir, *others = followers
-            heir.leader = leader.leader
+            heir.leader = leader if leader.started else leader.leader  # what that one has computed is no prefix hit
             self.open_gate(heir)
             for other in others:
                 other.leader = heir

@@ -231,6 +231,7 @@ class Scheduler:
         demand, promised = self._demand()
         continuous = self.config.batching == "continuous"
         open_lines = len(self.waiting.lines)
+        short = False  # whether somebody more urgent waits for blocks
         while open_lines:
             found = self._next_waiting(open_lines)
             if found is None:
@@ -242,7 +243,11 @@ class Scheduler:
             elif continuous and demand[line] >= self.config.max_batched_tokens:
                 reason = "budget"
             else:
-                seat, reason = self._try_seat(request, line, int(promised[line]), [each.slot for each in seated])
+                fresh = [each.slot for each in seated]
+                if short and not self.preemption.outranks(line, fresh):
+                    reason = "blocks"
+                else:
+                    seat, reason = self._try_seat(request, line, int(promised[line]), fresh)
             if reason is None:
                 assert seat is not None
                 seated.append(seat)
@@ -251,7 +256,9 @@ class Scheduler:
                 demand[line:] += max(known - 1 - int(self.seats.computed[slot]), 0)
                 promised[line:] += self.lifecycle.blocks_for(known) - int(self.seats.blocks_held[slot])
                 continue
-            # Nobody of its line passes a head that does not fit, nor of a lower one; a higher one may.
+            # Nobody of its line passes a head that does not fit, nor of a lower one. A higher one, though less urgent,
+            # takes the place of a lower one that is seated, but not the blocks that the head waits for.
+            short = short or reason == "blocks"
             self.lifecycle.waits_for(line, reason)
             for lower in range(line + 1, open_lines):
                 self.lifecycle.waits_for(lower, "tier")
