@@ -16,7 +16,8 @@ from tests.support.server_process import ServerProcess
 @pytest.fixture(scope="module")
 def small() -> Iterator[ServerProcess]:
     """20 blocks of 16: 320 tokens for everybody."""
-    with ServerProcess(tiny_chat_model(), "--kv-blocks", "20", "--max-num-seqs", "6") as server:
+    flags = ("--kv-blocks", "20", "--max-num-seqs", "6", "--admission", "greedy")  # so that it has to preempt
+    with ServerProcess(tiny_chat_model(), *flags) as server:
         yield server
 
 

@@ -124,7 +124,8 @@ def test_the_largest_pool_that_an_error_names_is_one_that_starts(available: int)
 
 @pytest.mark.report("vllm-project/vllm#1298")
 def test_the_longest_requests_end_as_asked_when_they_fill_batch_and_pool() -> None:
-    with LLM(str(tiny_chat_model()), kv_blocks=16, max_num_seqs=8, max_batched_tokens=64, threads=1) as llm:
+    settings = {"kv_blocks": 16, "max_num_seqs": 8, "max_batched_tokens": 64, "threads": 1, "admission": "greedy"}
+    with LLM(str(tiny_chat_model()), **settings) as llm:
         longest = SamplingParams(max_tokens=llm.info.max_model_len - 20, ignore_eos=True)
         outputs = llm.generate([[i + 5] * 20 for i in range(8)], longest, progress=False)
         assert [len(output.token_ids) for output in outputs] == [236] * 8
