@@ -1,15 +1,16 @@
 """The block pool: who holds which KV block, and which unreferenced blocks still hold a known prefix.
 
-    free list (evicted from the left):   [ blank blocks ... | published blocks, least recently used first ]
-                                           no key             key, ref == 0: "cached"
+    unreferenced (evicted from the left): [ blank blocks ... | published blocks, least recently used first ]
+                                            no key             key, ref == 0: "cached"
 
 A block is *live* while a request references it, *cached* when nobody does but a published prefix lies in
-it, else *free*; ``live + cached + free == total`` always. The free list is intrusive and doubly linked, so
-a hit is pulled out of its middle in O(1); the LRU of the prefix cache is nothing but its right part.
+it, else *free*; ``live + cached + free == total`` always. The list is an ordered dictionary, so a hit is pulled out of
+its middle in O(1); the LRU of the prefix cache is nothing but its right part.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -24,15 +25,17 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        # Links of the free list; entry num_blocks is the sentinel before the first and after the last.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
-        self.available = num_blocks
-        """Blocks nobody references: free and cached ones."""
+        self._unreferenced = OrderedDict.fromkeys(range(num_blocks))
+        """In the order of eviction."""
         self.cached = 0
-        """Of those, the published ones."""
+        """Of the available blocks, the published ones."""
         self.releases = 0
         """How often blocks were given back: as long as it stays, ``available`` does not rise."""
+
+    @property
+    def available(self) -> int:
+        """Blocks nobody references: free and cached ones."""
+        return len(self._unreferenced)
 
     @property
     def live(self) -> int:
@@ -52,6 +55,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def references(self, block: int) -> int:
+        """How many requests hold the block."""
+        return self._references[block]
+
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of these nobody references, so that acquiring them lowers ``available``."""
         return sum(not self._references[block] for block in blocks)
@@ -60,7 +67,7 @@ class BlockPool:
         """Take one more reference on each."""
         for block in blocks:
             if not self._references[block]:
-                self._unlink(block)
+                del self._unreferenced[block]
                 if self._key[block] is not None:
                     self.cached -= 1
             self._references[block] += 1
@@ -71,17 +78,14 @@ class BlockPool:
         The caller has checked ``available``; raises ``IndexError`` if it did not."""
         if count > self.available:
             raise IndexError(f"{count} blocks asked, {self.available} available")
-        taken = []
-        for _ in range(count):
-            block = self._next[self.num_blocks]
-            self._unlink(block)
+        taken = [self._unreferenced.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
             self._references[block] = 1
             key = self._key[block]
             if key is not None:
                 del self._block_of[key]
                 self._key[block] = None
                 self.cached -= 1
-            taken.append(block)
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -94,10 +98,10 @@ class BlockPool:
                 raise ValueError(f"block {block} released more often than it was taken")
             self._references[block] = references
             if not references:
+                self._unreferenced[block] = None
                 if self._key[block] is None:
-                    self._link_after(self.num_blocks, block)
+                    self._unreferenced.move_to_end(block, last=False)
                 else:
-                    self._link_after(self._previous[self.num_blocks], block)
                     self.cached += 1
 
     def publish(self, block: int, key: bytes) -> bool:
@@ -120,26 +124,9 @@ class BlockPool:
             for block in blocks:
                 expected[block] += 1
         assert expected == self._references, "reference counts differ from the block tables"
-        listed, node = [], self._next[self.num_blocks]
-        while node != self.num_blocks:
-            assert self._previous[self._next[node]] == node, f"broken link at block {node}"
-            listed.append(node)
-            node = self._next[node]
-        assert sorted(listed) == [b for b in range(self.num_blocks) if not expected[b]], "free list differs"
-        assert len(listed) == self.available
+        listed = list(self._unreferenced)
+        assert sorted(listed) == [b for b in range(self.num_blocks) if not expected[b]], "the available blocks differ"
         assert sum(self._key[b] is not None for b in listed) == self.cached
         assert self.live + self.cached + self.free == self.num_blocks
         keyed = {key: block for block, key in enumerate(self._key) if key is not None}
         assert keyed == self._block_of, "published keys differ"
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        self._next[before] = after
-        self._previous[after] = before
-        self.available -= 1
-
-    def _link_after(self, before: int, block: int) -> None:
-        after = self._next[before]
-        self._next[before] = self._previous[after] = block
-        self._previous[block], self._next[block] = before, after
-        self.available += 1

@@ -18,8 +18,9 @@ and frees all of its blocks, so only the moments just before an end can be the p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,12 @@ from ropeway.scheduling.lengths import LengthProfiles
 
 Column = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", int, Column)
 
 FUTURES = 8
 """How many futures admission by profile looks at."""
+REDRAWN = 16
+"""Tokens after which a seated request's futures are drawn anew."""
 _SHIFTS = np.arange(FUTURES)[:, None] / FUTURES
 _GOLDEN = 0.6180339887498949
 _BITS = 31
@@ -76,7 +80,7 @@ def _peaks(packed: Column, block_size: int) -> Column:
     return peaks
 
 
-def _half_slots(tokens: Column, sequences: Column, block_size: int) -> Column:
+def _half_slots(tokens: Number, sequences: Number, block_size: int) -> Number:
     """What sequences take that have so many tokens in all, with last blocks that are half full, in halves of a slot."""
     return tokens * 2 + sequences * block_size
 
@@ -118,6 +122,40 @@ class Candidate:
     shared: int = 0
     """Blocks of its prefix that are in block tables of seated requests."""
 
+    @property
+    def limit(self) -> int:
+        """The most tokens it may come to hold."""
+        return self.length - self.generated + self.cap
+
+
+class Forecasts:
+    """Output lengths drawn for the seated, FUTURES each. They are kept from step to step, and drawn anew, under the
+    condition that the request has come so far, after REDRAWN tokens or when it has outlived the shortest of them."""
+
+    def __init__(self, slots: int, lengths: LengthProfiles) -> None:
+        self._lengths = lengths
+        self._owner = np.full(slots, -1, dtype=np.int64)
+        """int64 [slots]: the request that a slot's were drawn for."""
+        self._until = np.zeros(slots, dtype=np.int64)
+        """int64 [slots]: output tokens at which they are to be drawn anew."""
+        self._drawn = np.zeros((FUTURES, slots), dtype=np.int64)
+        """int64 [FUTURES, slots]: output tokens in all."""
+
+    def of(self, slots: Column, owner: Column, generated: Column, cap: Column, handle: Column, u: Floats) -> Column:
+        """Remaining output tokens, int64 [FUTURES, n], of the requests ``owner`` in ``slots``; the other columns, of n
+        entries too, are those of ``LengthProfiles.draw``."""
+        stale = np.flatnonzero((self._owner[slots] != owner) | (generated >= self._until[slots]))
+        if len(stale):
+            known, places = generated[stale], slots[stale]
+            drawn = self._lengths.draw(handle[stale], known, cap[stale], (u[stale] + _SHIFTS) % 1.0)
+            drawn += known
+            self._drawn[:, places] = drawn
+            self._until[places] = np.minimum(drawn.min(axis=0), known + REDRAWN)
+            self._owner[places] = owner[stale]
+        remaining = self._drawn.take(slots, axis=1)
+        remaining -= generated
+        return remaining
+
 
 @dataclass(slots=True, eq=False)
 class RunningColumns:
@@ -136,6 +174,8 @@ class RunningColumns:
     """float64 [n]: as of a ``Candidate``."""
     shared: int = 0
     """How many blocks fewer they hold than the sum over their block tables."""
+    forecast: Callable[[], Column] | None = None
+    """Their remaining lengths, int64 [FUTURES, n], without those that have joined; None: they are drawn when needed."""
     _outlook: _Outlook | None = field(default=None, init=False, repr=False)
     _joined: tuple[Candidate, _Outlook] | None = field(default=None, init=False, repr=False)
     """The last candidate asked about, and the outlook with it."""
@@ -199,6 +239,14 @@ class Admission:
         self._lengths = lengths
         self._context = context
 
+    def ample(self, sequences: int, tokens: int) -> bool:
+        """Whether so many sequences can be seated together whatever happens, ``tokens`` being the sum of the most that
+        they may get to hold."""
+        if self._mode != "profile":
+            return self._mode == "greedy"
+        pool = int(self._num_blocks * (1.0 - self.reservation.share))
+        return _half_slots(tokens, sequences, self._block_size) <= 2 * self._block_size * pool
+
     def admits(self, need: int, available: int, running: RunningColumns, candidate: Candidate) -> bool:
         """Whether the candidate may be seated. It must get ``need`` blocks for what is known of it and the next token;
         ``available`` are free or evictable, and not promised to others."""
@@ -227,17 +275,17 @@ class Admission:
             return True
         if joined.now > slots:
             return False
+        remaining = self._draw_one(candidate)
         if outlook.futures is None:
+            everybody: Column | None = None
             if outlook.drawn is None:
-                outlook.drawn = outlook.now + int(self._draw(running, _highest(running.u)).sum())
-            highest = self._draw_one(candidate, _highest(np.array([candidate.u])))
-            joined.drawn = outlook.drawn + candidate.length + int(highest[0])
+                everybody = self._remaining(running)
+                outlook.drawn = outlook.now + int(everybody.max(axis=0).sum())
+            joined.drawn = outlook.drawn + candidate.length + int(remaining.max())
             if joined.drawn <= slots:
                 return True
-            packed = _packed(running.length, self._draw(running, (running.u + _SHIFTS) % 1.0))
-            packed.sort(axis=1)
-            outlook.futures = packed
-        remaining = self._draw_one(candidate, (candidate.u + _SHIFTS) % 1.0)
+            outlook.futures = _packed(running.length, self._remaining(running) if everybody is None else everybody)
+            outlook.futures.sort(axis=1)
         joined.futures = _inserted(outlook.futures, _packed(candidate.length, remaining))
         fitting = np.count_nonzero(_peaks(joined.futures, self._block_size) <= limit)
         return bool(fitting >= self._futures_needed)
@@ -248,18 +296,26 @@ class Admission:
         np.maximum(most, 1, out=most)
         return most
 
-    def _draw(self, running: RunningColumns, u: Floats) -> Column:
-        cap = np.minimum(running.cap, self._context - running.length + running.generated)
-        return self._lengths.draw(running.handle, running.generated, cap, u)
+    def _remaining(self, running: RunningColumns) -> Column:
+        """Remaining output tokens of all, int64 [FUTURES, n]."""
+        if running.forecast is None:
+            return self._draw(running, 0)
+        seated = running.forecast()
+        if seated.shape[1] == len(running.length):
+            return seated
+        return np.concatenate((seated, self._draw(running, seated.shape[1])), axis=1)
 
-    def _draw_one(self, candidate: Candidate, u: Floats) -> Column:
+    def _draw(self, running: RunningColumns, first: int) -> Column:
+        """The same of those from the column ``first`` on, drawn now."""
+        length, generated = running.length[first:], running.generated[first:]
+        cap = np.minimum(running.cap[first:], self._context - length + generated)
+        return self._lengths.draw(running.handle[first:], generated, cap, (running.u[first:] + _SHIFTS) % 1.0)
+
+    def _draw_one(self, candidate: Candidate) -> Column:
+        """int64 [FUTURES, 1]."""
         cap = min(candidate.cap, self._context - candidate.length + candidate.generated)
+        u = (candidate.u + _SHIFTS) % 1.0
         return self._lengths.draw(np.array([candidate.handle]), np.array([candidate.generated]), np.array([cap]), u)
-
-
-def _highest(u: Floats) -> Floats:
-    """The largest among a request's shifted draws."""
-    return u % (1.0 / FUTURES) + (1.0 - 1.0 / FUTURES)
 
 
 def _inserted(packed: Column, one: Column) -> Column:

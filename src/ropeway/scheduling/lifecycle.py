@@ -137,6 +137,7 @@ class Lifecycle:
         if request.finish is None:
             self.waits.end(request, self.policy.line(request))
         request.gate.open = True
+        self.waiting.changes += 1
 
     # ------------------------------------------------------------------ on
 

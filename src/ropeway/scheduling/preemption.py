@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -12,6 +13,10 @@ from ropeway.scheduling.admission import Reservation
 from ropeway.scheduling.cost import CopyCost, StepCost
 from ropeway.scheduling.lifecycle import Lifecycle
 from ropeway.scheduling.plan_rows import PlanRows
+
+_LINE_SHIFT = 40
+_PADDING_FIRST = 1 << 60
+_NOBODY = np.empty(0, dtype=np.int64)
 
 
 class Preemption:
@@ -32,23 +37,27 @@ class Preemption:
         self._cost = cost
         self._copy_cost = copy_cost
         self._reservation = reservation
+        self._preemptible = np.array([tier.preemptible for tier in lifecycle.tiers])
+        """bool [tiers]."""
 
     # ------------------------------------------------------------------ for a higher tier's sake
 
     def outranks(self, line: int, fresh: Collection[int] = ()) -> bool:
         """Whether somebody seated may give way at admission to one of this line. ``fresh``: slots given in this very
         pass, which are kept."""
-        return next(self._lower(line, fresh), None) is not None
+        return bool((~self._seats.protected[self._below(line, fresh)]).any())
 
-    def _lower(self, line: int, fresh: Collection[int]) -> Iterator[int]:
-        """Seats that a request of ``line`` may take, best first: of lower tiers that are preemptible, not protected,
-        and not given in this very pass."""
-        if self._lifecycle.policy.tiered and self._seats.taken and line < int(self._seats.line[self._seats.ranked[-1]]):
-            for slot in self._by_cost(self._seats.ranked):
-                if self._seats.line[slot] <= line:
-                    return
-                if self._lifecycle.tiers[self._seats.tier[slot]].preemptible and slot not in fresh:
-                    yield slot
+    def _below(self, line: int, fresh: Collection[int]) -> NDArray[np.int64]:
+        """Seats of lower tiers that are preemptible, without those given in this very pass, in the order of ranks."""
+        seats, ranked = self._seats, self._seats.ranked
+        if not self._lifecycle.policy.tiered or not len(ranked) or seats.line[ranked[-1]] <= line:
+            return _NOBODY
+        below = ranked[np.searchsorted(seats.line[ranked], line, side="right") :]
+        if not self._preemptible.all():
+            below = below[self._preemptible[seats.tier[below]]]
+        for slot in fresh:
+            below = below[below != slot]
+        return below
 
     def make_way(self, missing: int, hits: Sequence[int], line: int, fresh: Collection[int], now: float) -> bool:
         """Preempt lower tiers until a slot is vacant and ``missing`` blocks more are available, beside ``hits``, which
@@ -56,7 +65,7 @@ class Preemption:
         victims: list[int] = []
         slots = 0 if self._seats.vacant else 1
         freed = self._freed(hits)
-        for victim in self._lower(line, fresh):
+        for victim in self._by_cost(self._below(line, fresh)):
             if missing <= 0 and slots <= 0:
                 break
             victims.append(victim)
@@ -69,13 +78,13 @@ class Preemption:
         return True
 
     def _by_cost(self, ranked: NDArray[np.int64]) -> list[int]:
-        """Of these seats those that are not protected: padding first, then the lowest tier, there the one with the
-        least computed, whose resume is cheapest either way, then the last in rank."""
+        """Of these seats, in the order of ranks, those that are not protected: padding first, then the lowest tier,
+        there the one with the least computed, whose resume is cheapest either way, then the last in rank."""
         seats = self._seats
-        place = np.flatnonzero(~seats.protected[ranked] | seats.padding[ranked])
-        slots = ranked[place]
-        order = np.lexsort((-place, seats.computed[slots], -seats.line[slots], ~seats.padding[slots]))
-        chosen: list[int] = slots[order].tolist()
+        slots = ranked[~seats.protected[ranked] | seats.padding[ranked]][::-1]
+        price = seats.computed[slots] - (seats.line[slots] << _LINE_SHIFT)
+        price[seats.padding[slots]] -= _PADDING_FIRST
+        chosen: list[int] = slots[np.argsort(price, kind="stable")].tolist()
         return chosen
 
     # ------------------------------------------------------------------ for want of blocks
@@ -113,17 +122,13 @@ class Preemption:
     def _freed(self, kept: Sequence[int] = ()) -> Callable[[int], int]:
         """A function to be called for one seat after the other: how many blocks more become available when that one is
         taken, too. Those that others share do not, nor do those in ``kept``."""
-        seats, pool = self._seats, self._lifecycle.pool
-        ranked = seats.ranked
-        if not kept and int(seats.blocks_held[ranked].sum()) == pool.live:  # nobody shares any
-            return lambda slot: int(seats.blocks_held[slot])
-        tables = [seats.blocks[slot, : seats.blocks_held[slot]] for slot in ranked.tolist()]
-        holders = np.bincount(np.concatenate([*tables, np.array(kept, dtype=np.int32)]), minlength=pool.num_blocks)
+        pool, spared = self._lifecycle.pool, frozenset(kept)
+        taken: Counter[int] = Counter()
 
         def freed(slot: int) -> int:
-            blocks = seats.blocks[slot, : seats.blocks_held[slot]]
-            holders[blocks] -= 1
-            return int(np.count_nonzero(holders[blocks] == 0))
+            blocks = self._seats.held(slot)
+            taken.update(blocks)
+            return sum(taken[block] == pool.references(block) and block not in spared for block in blocks)
 
         return freed
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ropeway.cache.host import HostTier
 from ropeway.cache.keys import block_key, chain
 from ropeway.cache.pool import BlockPool
@@ -88,3 +91,25 @@ class PrefixCache:
             if self._pool.publish(block, key) and self._host is not None and not request.private:
                 self._host.published(block, key)
             request.published = index + 1
+
+    def publish_filled(self, seats: Seats, slots: NDArray[np.int64], ends: NDArray[np.int32]) -> None:
+        """The same for many requests with prefix caching at once, int [n], each of which has filled its next block up
+        to its end; what comes next is watched for."""
+        size = self._pool.block_size
+        starts = ends - size
+        data = seats.tokens[slots[:, None], starts[:, None] + np.arange(size)].tobytes()
+        blocks = seats.blocks[slots, starts // size].tolist()
+        stride = size * seats.tokens.itemsize
+        for place, (slot, block) in enumerate(zip(slots.tolist(), blocks, strict=True)):
+            request = seats.requests[slot]
+            assert request is not None
+            keys = request.keys
+            assert keys is not None
+            index = request.published
+            if len(keys) == index + 1:
+                keys.append(block_key(keys[index], data[place * stride : (place + 1) * stride]))
+            key = keys[index + 1]
+            if self._pool.publish(block, key) and self._host is not None and not request.private:
+                self._host.published(block, key)
+            request.published = index + 1
+        seats.watch[slots] = np.minimum(seats.last[slots], ends + size)

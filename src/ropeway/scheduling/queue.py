@@ -75,6 +75,8 @@ class WaitingQueue:
 
     def __init__(self, lines: int) -> None:
         self.lines = [Line() for _ in range(lines)]
+        self.changes = 0
+        """How often somebody has come or gone, or may go on."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -87,7 +89,9 @@ class WaitingQueue:
     def add(self, request: Request, line: int) -> None:
         self.lines[line].add(request)
         self._count += 1
+        self.changes += 1
 
     def remove(self, request: Request, line: int) -> None:
         self.lines[line].remove(request)
         self._count -= 1
+        self.changes += 1

@@ -26,7 +26,7 @@ from ropeway.config import SchedulerConfig
 from ropeway.outcome import Finished, Refusal, StepOutput
 from ropeway.plan import NO_COPIES, Plan, Result, Seat
 from ropeway.request import FinishReason, Request, Timeline
-from ropeway.scheduling.admission import Admission, Candidate, RunningColumns
+from ropeway.scheduling.admission import Admission, Candidate, Forecasts, RunningColumns
 from ropeway.scheduling.cost import CopyCost, StepCost
 from ropeway.scheduling.intake import Intake
 from ropeway.scheduling.lengths import LengthProfiles
@@ -95,6 +95,9 @@ class Scheduler:
         self._refused: dict[int, tuple[int, int, bytes | None]] = {}
         """Line -> (request, pool.releases, key of the first block it did not find) of the last head that did not fit:
         nothing has changed until a release, or until that block is published."""
+        self._stands: tuple[int, int] | None = None
+        """(pool.releases, waiting.changes) when the last pass over the waiting found that all lack slots or blocks."""
+        self._forecasts = Forecasts(config.max_num_seqs, self.lengths)
         self._running: RunningColumns | None = None
         """The seated as admission sees them, for the pass that is being made."""
         self._now = 0.0
@@ -226,12 +229,13 @@ class Scheduler:
         """Seat waiting requests while there are slots, budget and blocks for all that they know, line by line."""
         seated: list[Seat] = []
         self._running = None
-        if not len(self.waiting) or not self._boards():
+        if not len(self.waiting) or not self._boards() or self._as_before():
             return seated
         demand, promised = self._demand()
         continuous = self.config.batching == "continuous"
         open_lines = len(self.waiting.lines)
         short = False  # whether somebody more urgent waits for blocks
+        lasting = True  # whether all that stands in the way is a lack of slots or blocks
         while open_lines:
             found = self._next_waiting(open_lines)
             if found is None:
@@ -259,6 +263,7 @@ class Scheduler:
             # Nobody of its line passes a head that does not fit, nor of a lower one. A higher one, though less urgent,
             # takes the place of a lower one that is seated, but not the blocks that the head waits for.
             short = short or reason == "blocks"
+            lasting = lasting and reason in ("slots", "blocks")
             self.lifecycle.waits_for(line, reason)
             for lower in range(line + 1, open_lines):
                 self.lifecycle.waits_for(lower, "tier")
@@ -266,7 +271,19 @@ class Scheduler:
         for line in range(open_lines):  # whoever is left there waits at a gate, or for another protected one's end
             ungated = any(not request.gated for request in self.waiting.lines[line])
             self.lifecycle.waits_for(line, "blocks" if ungated else "step")
+            lasting = lasting and not self.waiting.lines[line].count
+        self._stands = (self.pool.releases, self.waiting.changes) if lasting and not seated else None
         return seated
+
+    def _as_before(self) -> bool:
+        """Whether the last pass seated nobody, and would not now: nothing was given back, nobody has come or gone, and
+        no block was published that a head had missed."""
+        if self._stands != (self.pool.releases, self.waiting.changes):
+            return False
+        return all(
+            releases != self.pool.releases or missing is None or self.pool.find(missing) is None
+            for _, releases, missing in self._refused.values()
+        )
 
     def _boards(self) -> bool:
         """Whether the batching policy lets anybody on now."""
@@ -346,7 +363,8 @@ class Scheduler:
         """Whether one of this line may have blocks. Where lower tiers can give way later, only the present counts."""
         if need > available:
             return False
-        if self.config.admission == "greedy" or self.preemption.outranks(line):
+        seats = self.seats
+        if self.admission.ample(seats.taken + 1, seats.limits + candidate.limit) or self.preemption.outranks(line):
             return True
         if self._running is None:
             self._running = self._running_columns()
@@ -358,12 +376,17 @@ class Scheduler:
         if self.lifecycle.padding:
             slots = slots[~seats.padding[slots]]
         length = np.maximum(seats.length[slots], seats.computed[slots])
+        generated = length - seats.prompt[slots]
+        cap = seats.limit[slots] - seats.prompt[slots]
+        handle, u = seats.length_class[slots], seats.luck[slots]
+        owner = seats.request_id[slots]
         return RunningColumns(
             length=length,
-            generated=length - seats.prompt[slots],
-            cap=seats.limit[slots] - seats.prompt[slots],
-            handle=seats.length_class[slots],
-            u=seats.luck[slots],
+            generated=generated,
+            cap=cap,
+            handle=handle,
+            u=u,
+            forecast=lambda: self._forecasts.of(slots, owner, generated, cap, handle, u),
             shared=max(int(seats.blocks_held[slots].sum()) - self.pool.live, 0),
         )
 

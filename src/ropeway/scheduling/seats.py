@@ -26,39 +26,41 @@ class Seats:
     """
 
     def __init__(self, slots: int, max_len: int, block_size: int) -> None:
-        def column(fill: int = 0) -> NDArray[np.int64]:
-            return np.full(slots, fill, dtype=np.int64)
-
-        max_blocks = -(-max_len // block_size)
-        self.request_id = column(-1)
-        self.tier = column()
-        self.line = column()
-        """Of the queue it came from: a lower number may take what a higher one holds."""
-        self.length = column()
-        self.computed = column()
-        self.goal = column()
-        """Tokens known when seated; up to here input ids are chunks of known tokens."""
-        self.limit = column()
-        self.last = column()
-        """limit - 1: positions below it are computed; the last token's keys and values are never needed."""
-        self.prompt = column()
-        self.blocks_held = column()
-        self.watch = column()
-        """First position whose settling brings an event: the first output token, a full block, the limit."""
-        self.served = column()
-        """Number of the last plan with a row of it."""
+        self._columns: NDArray[np.int64] = np.zeros((14, slots), dtype=np.int64)
+        """A row per counter, so that those of a slot are written at once."""
+        (
+            self.request_id,  # -1: vacant
+            self.tier,
+            self.line,  # of the queue it came from: a lower number may take what a higher one holds
+            self.length,
+            self.computed,
+            self.goal,  # tokens known when seated; up to here input ids are chunks of known tokens
+            self.limit,
+            self.last,  # limit - 1: positions below it are computed; the last token's keys and values are never needed
+            self.prompt,
+            self.blocks_held,
+            self.watch,  # first position whose settling brings an event: the first token, a full block, the limit
+            self.served,  # number of the last plan with a row of it
+            self.length_class,
+            self.end_count,  # number of its end ids
+        ) = self._columns
+        self.request_id[:] = -1
         self.protected = np.zeros(slots, dtype=np.bool_)
         """Preempted so often that it is no victim any more."""
         self.padding = np.zeros(slots, dtype=np.bool_)
         """Finished, and computed on until its batch ends."""
-        self.length_class = column()
         self.luck: NDArray[np.float64] = np.zeros(slots, dtype=np.float64)
         self.tokens: NDArray[np.int32] = np.empty((slots, max_len), dtype=np.int32)
-        self.blocks: NDArray[np.int32] = np.empty((slots, max_blocks), dtype=np.int32)
-        self.end_ids: NDArray[np.int32] = np.full((slots, 4), -1, dtype=np.int32)
+        self.blocks: NDArray[np.int32] = np.empty((slots, -(-max_len // block_size)), dtype=np.int32)
+        self.end_ids: NDArray[np.int32] = np.empty((0, slots), dtype=np.int32)
+        """As many rows as any request has had end ids; -1: none."""
+        self._end_rows = 0
+        """Of these, those that the seated need."""
         self.requests: list[Request | None] = [None] * slots
         self.prefilling = 0
         """Seated requests with computed < goal."""
+        self.limits = 0
+        """Sum of ``limit`` over the seated."""
         self.ranked: Slots = np.empty(0, dtype=np.int64)
         """Seated slots in the order of ranks; not to be changed in place."""
         self._ranks: list[Rank] = []
@@ -80,24 +82,29 @@ class Seats:
         length = len(request.tokens)
         request.slot = slot
         self.requests[slot] = request
-        self.request_id[slot] = request.id
-        self.tier[slot] = request.tier
-        self.line[slot] = rank[0]
-        self.length[slot] = self.goal[slot] = length
-        self.computed[slot] = computed
-        self.limit[slot] = request.limit
-        self.last[slot] = request.limit - 1
-        self.prompt[slot] = request.prompt_tokens
-        self.blocks_held[slot] = len(blocks)
+        self._columns[:, slot] = (
+            request.id,
+            request.tier,
+            rank[0],
+            length,
+            computed,
+            length,
+            request.limit,
+            request.limit - 1,
+            request.prompt_tokens,
+            len(blocks),
+            0,  # its first sampled token is an event, whatever it is
+            0,
+            request.length_class,
+            len(request.end_ids),
+        )
+        self.limits += request.limit
         self.protected[slot] = protected
         self.padding[slot] = False
-        self.length_class[slot] = request.length_class
         self.luck[slot] = request.luck
         self.tokens[slot, :length] = request.tokens
         self.blocks[slot, : len(blocks)] = blocks
         self._set_end_ids(slot, request.end_ids)
-        self.watch[slot] = 0  # its first sampled token is an event, whatever it is
-        self.served[slot] = 0
         self.prefilling += 1
         place = bisect_left(self._ranks, rank)
         self._ranks.insert(place, rank)
@@ -112,6 +119,7 @@ class Seats:
         request.tokens = self.tokens[slot, : self.length[slot]].copy()
         request.slot = -1
         self.prefilling -= int(self.computed[slot] < self.goal[slot])
+        self.limits -= int(self.limit[slot])
         self.requests[slot] = None
         self.request_id[slot] = -1
         self._free.append(slot)
@@ -119,14 +127,17 @@ class Seats:
         assert self.ranked[place] == slot
         del self._ranks[place]
         self.ranked = np.concatenate((self.ranked[:place], self.ranked[place + 1 :]))
+        if self.end_count[slot] == self._end_rows:
+            self._end_rows = int(self.end_count[self.ranked].max(initial=0))
         return request
 
     def pad(self, slot: int) -> None:
         """The request in this slot has ended; its row goes on as padding, as far as the columns reach."""
         self.padding[slot] = True
+        self.limits += self.tokens.shape[1] - int(self.limit[slot])
         self.limit[slot] = self.tokens.shape[1]
         self.last[slot] = self.limit[slot] - 1
-        self.end_ids[slot] = -1
+        self.end_ids[:, slot] = -1
         self.watch[slot] = self.tokens.shape[1]
 
     def held(self, slot: int) -> list[int]:
@@ -139,11 +150,19 @@ class Seats:
         self.blocks[slot, held : held + len(blocks)] = blocks
         self.blocks_held[slot] = held + len(blocks)
 
+    def ends_with(self, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether each slot's new token is one of its end ids; bool [n]."""
+        ended = np.zeros(len(slots), dtype=np.bool_)
+        for ids in self.end_ids[: self._end_rows]:
+            ended |= ids[slots] == tokens
+        return ended
+
     def _set_end_ids(self, slot: int, end_ids: tuple[int, ...]) -> None:
-        width = self.end_ids.shape[1]
-        if len(end_ids) > width:
-            grown = np.full((self.end_ids.shape[0], len(end_ids)), -1, dtype=np.int32)
-            grown[:, :width] = self.end_ids
+        rows, slots = self.end_ids.shape
+        if len(end_ids) > rows:
+            grown = np.full((len(end_ids), slots), -1, dtype=np.int32)
+            grown[:rows] = self.end_ids
             self.end_ids = grown
-        self.end_ids[slot] = -1
-        self.end_ids[slot, : len(end_ids)] = end_ids
+        self.end_ids[:, slot] = -1
+        self.end_ids[: len(end_ids), slot] = end_ids
+        self._end_rows = max(self._end_rows, len(end_ids))

@@ -10,6 +10,9 @@ from ropeway.plan import Plan, Result
 from ropeway.request import Request
 from ropeway.scheduling.lifecycle import Lifecycle
 
+_MANY = 4
+"""More events than this are worth being sorted."""
+
 
 class Settlement:
     """One plan being settled."""
@@ -43,15 +46,21 @@ class Settlement:
                 lifecycle.prefixes.publish(lifecycle.seated(slot), seats, position)
             slots, end = slots[sampled], end[sampled]
         seats.tokens[slots, end] = new
-        watched = end >= seats.watch[slots]
         seats.length[slots] = end + 1
-        ended = (seats.end_ids[slots] == new[:, None]).any(axis=1)
-        for i in np.flatnonzero(watched | ended).tolist():
+        ended = seats.ends_with(slots, new)
+        watch = seats.watch[slots]
+        events = np.flatnonzero((end >= watch) | ended)
+        if len(events) > _MANY:  # most of them have filled a block and no more
+            filled = (end[events] == watch[events]) & ~ended[events] & (end[events] < seats.last[slots[events]])
+            lifecycle.prefixes.publish_filled(seats, slots[events[filled]], end[events[filled]])
+            events = events[~filled]
+        for i in events.tolist():
             self._event(lifecycle.seated(slots[i]), int(end[i]), int(new[i]), bool(ended[i]))
         return StepOutput(ids=ids, tokens=tokens, finished=self._finished, started=self._started, logprobs=logprobs)
 
     def _event(self, request: Request, position: int, token: int, ended: bool) -> None:
-        """``token`` at ``position`` is the first one, fills a block before it, or is the last one."""
+        """``token`` at ``position`` is the first one since its request was seated, fills a block before it, or is the
+        last one."""
         lifecycle = self._lifecycle
         lifecycle.prefixes.publish(request, lifecycle.seats, position)
         lifecycle.saw_token(request, self._now)
@@ -60,7 +69,10 @@ class Settlement:
         if ended or position + 1 >= request.limit:
             self._finished.append(lifecycle.finish(request, token, self._now, pad=self._pad))
         else:
-            lifecycle.seats.watch[request.slot] = self._next_event(request, position + 1)
+            event = request.limit - 1
+            if request.keys is not None:
+                event = min(event, (request.published + 1) * lifecycle.pool.block_size)
+            lifecycle.seats.watch[request.slot] = event
 
     def _settle_departed(self, plan: Plan, result: Result, alive: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Rows whose request lost its seat meanwhile, or has finished. One that was preempted keeps its token; of one
@@ -83,16 +95,6 @@ class Settlement:
                 if token in request.end_ids or len(request.tokens) >= request.limit:
                     self._finished.append(lifecycle.finish(request, int(token), self._now))
         return emitted
-
-    def _next_event(self, request: Request, end: int) -> int:
-        """The first position from ``end`` on whose settling is an event: the first output token, a full block, the
-        length limit."""
-        event = request.limit - 1
-        if request.prompt_tokens >= end:
-            event = min(event, request.prompt_tokens)
-        if request.keys is not None:
-            event = min(event, (request.published + 1) * self._lifecycle.pool.block_size)
-        return event
 
     def _start(self, request: Request) -> None:
         self._lifecycle.open_followers(request)
