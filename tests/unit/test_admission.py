@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from ropeway.scheduling.admission import (
     FUTURES,
+    REDRAWN,
     Admission,
     Candidate,
+    Forecasts,
     Reservation,
     RunningColumns,
     fixed_draw,
@@ -369,3 +371,57 @@ def test_fixed_draws_of_consecutive_requests_cover_the_interval_evenly() -> None
         assert drawn[0] >= 0
         assert drawn[-1] < 1
         assert np.diff(drawn, prepend=0.0, append=1.0).max() < 0.025
+
+
+# ---------------------------------------------------------------------- forecasts
+
+
+def drawn(forecasts: Forecasts, owner: list[int], generated: int, handle: int = 0) -> Column:
+    count = len(owner)
+    return forecasts.of(
+        np.arange(count),
+        np.array(owner),
+        np.full(count, generated),
+        np.full(count, 4000),
+        np.full(count, handle),
+        np.array([fixed_draw(number) for number in owner]),
+    )
+
+
+def test_what_was_drawn_for_a_seat_is_kept_while_its_request_goes_on() -> None:
+    forecasts = Forecasts(4, known_lengths(200, 900))
+    first = drawn(forecasts, [1, 2, 3], 50)
+    later = drawn(forecasts, [1, 2, 3], 50 + REDRAWN - 1)
+    assert (first - later == REDRAWN - 1).all()
+    assert (first >= 1).all()
+
+
+def test_a_seat_with_another_request_is_drawn_anew() -> None:
+    lengths = known_lengths(200, 900)
+    forecasts = Forecasts(4, lengths)
+    drawn(forecasts, [1, 2, 3], 50)
+    mixed = drawn(forecasts, [1, 7, 3], 60)
+    assert mixed[:, 1].tolist() == drawn(Forecasts(4, lengths), [1, 7, 3], 60)[:, 1].tolist()
+    assert mixed[:, 0].tolist() == (drawn(Forecasts(4, lengths), [1, 2, 3], 50)[:, 0] - 10).tolist()
+
+
+def test_one_that_outlives_what_was_drawn_for_it_still_has_something_to_come() -> None:
+    forecasts = Forecasts(2, known_lengths(90, 110))
+    for generated in range(0, 400, 3):
+        assert (drawn(forecasts, [1, 2], generated) >= 1).all()
+
+
+def test_the_same_is_admitted_with_forecasts_as_without_when_they_are_fresh() -> None:
+    decides = admission(blocks=1000)
+    plain, told = running(60), running(60)
+    told.forecast = lambda: Forecasts(60, known_lengths()).of(
+        np.arange(60), np.arange(60), plain.generated[:60], plain.cap[:60], plain.handle[:60], plain.u[:60]
+    )
+    assert admitted(decides, told) == admitted(decides, plain) > 0
+
+
+def test_where_even_the_longest_lives_fit_together_nothing_needs_to_be_drawn() -> None:
+    assert admission(blocks=100).ample(4, 1500)
+    assert not admission(blocks=100).ample(4, 1550)  # beyond 98 blocks, with half a block for each
+    assert admission("greedy", blocks=1).ample(100, 100_000)
+    assert not admission("watermark", blocks=100).ample(1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ropeway.cache.keys import root_key
 from ropeway.plan import Plan
 from ropeway.request import Request
 from ropeway.scheduling.cost import StepCost
@@ -500,3 +501,34 @@ def test_without_measured_steps_the_budget_is_the_constant_one_and_then_follows_
     assert sizes[0] == 200
     assert all(STEP_A + STEP_B * size <= 0.052 for size in sizes[12:])
     assert sizes[-1] > 30
+
+
+def test_blocks_that_victims_share_are_freed_with_the_last_of_them() -> None:
+    line, prompt = Line(blocks=16), list(range(12))
+    background = []
+    for _ in range(3):
+        background.append(line.add(prompt, 30, tier="batch", keys=[root_key()]))
+        line.step()
+    own = [len(line.scheduler.seats.held(request.slot)) - 2 for request in background]
+    assert line.pool.live == 2 + sum(own)  # two blocks are everybody's
+    blocks = line.pool.available + own[1] + own[2] + 1  # one more than two of them can give
+    urgent = line.add(4 * blocks - 1, 2, tier="interactive")
+    plan = line.step()
+    assert urgent.id in line.rows(plan)
+    assert victims(line, background) == [1, 2, 3]
+    line.run()
+
+
+def test_while_nothing_is_given_back_a_head_that_does_not_fit_is_not_tried_again() -> None:
+    line = Line(blocks=8)
+    line.add(12, 12)
+    line.step()
+    waiting = line.add(20, 2)
+    tried: list[int] = []
+    find = line.scheduler.prefixes.find
+    line.scheduler.prefixes.find = lambda request: tried.append(request.id) or find(request)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(5):
+        line.step()
+    assert tried == [waiting.id]
+    line.run()
+    assert len(line.outputs[waiting.id]) == 2

@@ -85,12 +85,13 @@ def measure_preemption(
     costs = {(kind, length): ResumeCost(kind, length) for length in lengths for kind in KINDS}
     total, done = len(costs) * repeat, 0
     orders = list(itertools.permutations(KINDS))
-    with ExitStack() as stack:
-        lines = {kind: stack.enter_context(_Line(_arranged(config, kind, max(lengths), kept))) for kind in KINDS}
-        for line in lines.values():  # host memory is taken from the system as it is first written
-            line.run(max(lengths), seed=repeat, disturbed=True)
-        for length in lengths:
-            for number in range(repeat):
+    for number in range(repeat):
+        # Engines are made anew, since where their memory happens to lie decides how fast copies are.
+        with ExitStack() as stack:
+            lines = {kind: stack.enter_context(_Line(_arranged(config, kind, max(lengths), kept))) for kind in KINDS}
+            for line in lines.values():  # host memory is taken from the system as it is first written
+                line.run(max(lengths), seed=repeat, disturbed=True)
+            for length in lengths:
                 expected = lines["auto"].run(length, seed=number, disturbed=False).tokens
                 for kind in orders[number % len(orders)]:
                     run = lines[kind].run(length, seed=number, disturbed=True)
