@@ -16,14 +16,15 @@ from benchmarks.goals.verdict import Check, Outcome, table_of
 from ropeway.simulation.replay import Replayed
 
 TARGETS = {"slo_ttft": 2.0, "slo_itl": 0.1}
-WATERMARKS = (0.02, 0.05, 0.1, 0.2)
+WATERMARKS = (0.01, 0.02, 0.05, 0.1, 0.2)
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 BATCHING: dict[str, dict[str, Any]] = {
     "continuous": {},
     "dynamic": {"batching": "dynamic"},
     "static": {"batching": "static", "padded_rows": True},
 }
-OURS = "profile, shedding"
+OURS = "profile, shedding, shortest first"
+"""Predicted lengths decide who is admitted, who is shed and who goes first."""
 _KEPT = (
     *("requests_per_s", "goodput_per_s", "attainment", "completed", "shed", "evictions_per_request", "kv_waste"),
     *("slot_use", "mean_batch", "ttft_s", "itl_s", "tpot_s", "e2e_s", "sim_wall_s"),
@@ -35,8 +36,8 @@ _CLIFF = 0.95
 def rivals() -> dict[str, dict[str, Any]]:
     """What is compared at 1.5 times capacity."""
     return {
-        OURS: {},
-        f"{OURS}, shortest first": {"policy": "shortest"},
+        OURS: {"policy": "shortest"},
+        "profile, shedding": {},
         "greedy": {"admission": "greedy", "shed": False},
         **{f"watermark {share:.0%}, shedding": {"admission": "watermark", "watermark": share} for share in WATERMARKS},
     }

@@ -2,10 +2,11 @@
 
 ``features`` says what the scheduler has to do:
 
-    plain   equal requests, room for everybody
-    all     three tiers whose requests take each other's seats, eight tenants, deadlines, a pool in which admission by
-            profile has to decide, swapping and write-through to host memory, shared prefixes, steps bounded by TPOT
-            targets; a quarter more requests than seats, each of which is followed by another one after a while
+    plain       equal requests, room for everybody
+    all         everything on: three tiers, eight tenants, deadlines, prefixes that tenants share, admission by profile,
+                shedding, steps bounded by TPOT targets, write-through to host memory; room for everybody
+    contested   the same with a pool in which admission has to decide, and a quarter more requests than seats, each of
+                which is followed by another one after a while: they take each other's seats and are swapped
 """
 
 from __future__ import annotations
@@ -32,23 +33,22 @@ from ropeway.request import SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.tiers import DEFAULT_TIERS
 
-Features = Literal["plain", "all"]
+Features = Literal["plain", "all", "contested"]
 T = TypeVar("T")
 
 _BLOCK_SIZE = 16
 _PROMPT = 32
-_OUTPUTS: dict[Features, tuple[int, int]] = {"plain": (128, 384), "all": (16, 496)}
-"""Output lengths are drawn between these, so that some request ends in nearly every step. With all features they vary
+_OUTPUTS: dict[Features, tuple[int, int]] = {"plain": (128, 384), "all": (128, 384), "contested": (16, 496)}
+"""Output lengths are drawn between these, so that some request ends in nearly every step. When contested they vary
 more, so that those admitted together do not end together."""
-_WARM_UP: dict[Features, int] = {"plain": 20, "all": 1000}
-"""Steps before those that are measured, back to back. With all features, the predictions must have come near the truth
-and the reservation have settled."""
+_WARM_UP: dict[Features, int] = {"plain": 20, "all": 400, "contested": 1000}
+"""Steps before those that are measured, back to back. Where lengths are predicted, the predictions must have come near
+the truth, and the reservation have settled."""
 
 _CONTESTED_BLOCKS = 13
-"""Per seat, with all features: about what a running request holds in the mean, and a third of what the longest end
-with."""
+"""Per seat: about what a running request holds in the mean, and a third of what the longest end with."""
 _PAUSE_STEPS = 8.0
-"""With all features: mean time until a request is followed by another one. Meanwhile lower tiers get on."""
+"""When contested: mean time until a request is followed by another one. Meanwhile lower tiers get on."""
 _BLOCK_BYTES = 1 << 18
 _TENANTS = 8
 _TIER_OF = (0, 1, 1, 1, 2)
@@ -135,7 +135,7 @@ def measure_overhead(
     arrivals = _arrivals(rng, features)
     due_at = [0.0] * sequences
     """Steps at which requests come, a heap."""
-    if features == "all":  # spread over a lifetime, as if they had been following each other for long
+    if features == "contested":  # spread over a lifetime, as if they had been following each other for long
         lifetime = sum(_OUTPUTS[features]) / 2
         due_at = sorted(rng.uniform(0.0, lifetime) for _ in range(sequences + sequences // 4))
     now, refused = 0, 0
@@ -143,7 +143,7 @@ def measure_overhead(
     def count(output: StepOutput) -> None:
         nonlocal refused
         for finished in output.finished:
-            heapq.heappush(due_at, now + (0.0 if features == "plain" else rng.expovariate(1 / _PAUSE_STEPS)))
+            heapq.heappush(due_at, now + (rng.expovariate(1 / _PAUSE_STEPS) if features == "contested" else 0.0))
             refused += finished.refusal is not None
 
     engine = Engine(scheduler, executor, count, max_model_len=_longest(features), prefix_cache=prefix_cache)
@@ -206,11 +206,11 @@ def report(sequences: list[int], step_ms: float, features: Features = "plain") -
 
 def _scheduler(sequences: int, features: Features) -> _MeasuredScheduler:
     longest = _longest(features)
+    roomy = sequences * -(-longest // _BLOCK_SIZE) + sequences
+    pool = BlockPool(sequences * _CONTESTED_BLOCKS if features == "contested" else roomy, _BLOCK_SIZE)
     if features == "plain":
-        blocks = sequences * -(-longest // _BLOCK_SIZE) + sequences
         config = SchedulerConfig(max_num_seqs=sequences, max_batched_tokens=sequences + 512)
-        return _MeasuredScheduler(config, BlockPool(blocks, _BLOCK_SIZE), longest)
-    pool = BlockPool(sequences * _CONTESTED_BLOCKS, _BLOCK_SIZE)
+        return _MeasuredScheduler(config, pool, longest)
     config = SchedulerConfig(
         max_num_seqs=sequences,
         max_batched_tokens=sequences + 512,

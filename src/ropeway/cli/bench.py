@@ -103,8 +103,10 @@ def overhead(
         float, typer.Option(metavar="X", help="What a step takes on the device; 0: steps run back to back.")
     ] = 5.0,
     features: Annotated[
-        Literal["plain", "all"],
-        typer.Option(help="all: tiers, tenants, deadlines, contested admission and host memory at work."),
+        Literal["plain", "all", "contested"],
+        typer.Option(
+            help="all: tiers, tenants, deadlines, admission by profile, host memory; contested: and too few blocks."
+        ),
     ] = "plain",
     json: JsonFile = None,
 ) -> None:
