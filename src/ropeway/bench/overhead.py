@@ -41,9 +41,9 @@ _PROMPT = 32
 _OUTPUTS: dict[Features, tuple[int, int]] = {"plain": (128, 384), "all": (128, 384), "contested": (16, 496)}
 """Output lengths are drawn between these, so that some request ends in nearly every step. When contested they vary
 more, so that those admitted together do not end together."""
-_WARM_UP: dict[Features, int] = {"plain": 20, "all": 400, "contested": 1000}
-"""Steps before those that are measured, back to back. Where lengths are predicted, the predictions must have come near
-the truth, and the reservation have settled."""
+_WARM_UP: dict[Features, int] = {"plain": 400, "all": 400, "contested": 1000}
+"""Steps before those that are measured, back to back. By then nobody is left of those that began together, whose blocks
+would all be full at once; and where lengths are predicted, the predictions have come near the truth."""
 
 _CONTESTED_BLOCKS = 13
 """Per seat: about what a running request holds in the mean, and a third of what the longest end with."""

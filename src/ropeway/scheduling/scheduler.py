@@ -15,6 +15,7 @@ bounded, and a lone request never preempts itself.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -100,6 +101,8 @@ class Scheduler:
         self._forecasts = Forecasts(config.max_num_seqs, self.lengths)
         self._running: RunningColumns | None = None
         """The seated as admission sees them, for the pass that is being made."""
+        self._departures: deque[int] = deque()
+        """``seats.departures`` when the plans in flight were made."""
         self._now = 0.0
         self._seq = 0
         self.stuck = False
@@ -397,11 +400,18 @@ class Scheduler:
         if not seats.taken:
             return np.zeros(lines, dtype=np.int64), np.zeros(lines, dtype=np.int64)
         slots = seats.ranked
-        computed, goal, last = seats.computed[slots], seats.goal[slots], seats.last[slots]
-        horizon = np.minimum(np.maximum(computed, goal) + 1, last)
-        needed = np.maximum((horizon + self.pool.block_size - 1 >> self._shift) - seats.blocks_held[slots], 0)
-        prompt = np.maximum(goal - computed, 0)
-        decodes = int(np.count_nonzero((prompt == 0) & (computed < last)))
+        computed, held, last = seats.computed[slots], seats.blocks_held[slots], seats.last[slots]
+        decoding = computed < last
+        if seats.prefilling:
+            goal = seats.goal[slots]
+            horizon = np.minimum(np.maximum(computed, goal) + 1, last)
+            needed = np.maximum((horizon + self.pool.block_size - 1 >> self._shift) - held, 0)
+            prompt = np.maximum(goal - computed, 0)
+            decodes = int(np.count_nonzero(decoding & (prompt == 0)))
+        else:
+            needed = decoding & (computed >= held << self._shift)
+            prompt = np.zeros_like(computed)
+            decodes = int(np.count_nonzero(decoding))
         if lines == 1:
             return np.array([prompt.sum() + decodes]), np.array([needed.sum()])
         line = seats.line[slots]
@@ -467,9 +477,10 @@ class Scheduler:
             return used
         slots = seats.ranked
         slots = slots[seats.computed[slots] < seats.goal[slots]]
-        lower = seats.line[slots] > seats.line[slots[0]]
-        overdue = [slot for slot in slots[lower].tolist() if self._is_overdue(slot)]
-        order = [*overdue, *(slot for slot in slots.tolist() if slot not in overdue)] if overdue else slots.tolist()
+        order = slots.tolist()
+        highest = seats.line[order[0]]
+        if seats.line[order[-1]] > highest:
+            order.sort(key=lambda slot: seats.line[slot] == highest or not self._is_overdue(slot))
         for slot in order:
             if seats.request_id[slot] < 0:
                 continue
@@ -544,6 +555,7 @@ class Scheduler:
             to_device=to_device,
         )
         self.lifecycle.in_flight.append(plan)
+        self._departures.append(seats.departures)
         return plan
 
     # ------------------------------------------------------------------ settling
@@ -565,7 +577,7 @@ class Scheduler:
                 self.copy_cost.observe(copies, result.copy_s)
         pad = self.config.padded_rows and self.config.batching != "continuous"
         settlement = Settlement(self.lifecycle, now, pad=pad)
-        output = settlement.settle(plan, result)
+        output = settlement.settle(plan, result, intact=self._departures.popleft() == self.seats.departures)
         for request in settlement.first_tokens:
             self.intake.first_token(request, now)
         return output

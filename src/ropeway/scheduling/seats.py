@@ -59,6 +59,8 @@ class Seats:
         self.requests: list[Request | None] = [None] * slots
         self.prefilling = 0
         """Seated requests with computed < goal."""
+        self.departures = 0
+        """How many requests have left their seats, or gone on as padding."""
         self.limits = 0
         """Sum of ``limit`` over the seated."""
         self.ranked: Slots = np.empty(0, dtype=np.int64)
@@ -123,6 +125,7 @@ class Seats:
         self.requests[slot] = None
         self.request_id[slot] = -1
         self._free.append(slot)
+        self.departures += 1
         place = bisect_left(self._ranks, rank)
         assert self.ranked[place] == slot
         del self._ranks[place]
@@ -134,6 +137,7 @@ class Seats:
     def pad(self, slot: int) -> None:
         """The request in this slot has ended; its row goes on as padding, as far as the columns reach."""
         self.padding[slot] = True
+        self.departures += 1
         self.limits += self.tokens.shape[1] - int(self.limit[slot])
         self.limit[slot] = self.tokens.shape[1]
         self.last[slot] = self.limit[slot] - 1

@@ -27,20 +27,20 @@ class Settlement:
         self._started: list[Started] = []
         self._finished: list[Finished] = []
 
-    def settle(self, plan: Plan, result: Result) -> StepOutput:
+    def settle(self, plan: Plan, result: Result, *, intact: bool) -> StepOutput:
+        """``intact``: nobody has left a seat since the plan was made."""
         lifecycle, seats = self._lifecycle, self._lifecycle.seats
         ids, tokens, logprobs = plan.request, result.token_ids, result.logprobs
         slots, end, sampled, new = plan.slot, plan.start + plan.count, plan.samples, tokens
         if len(tokens) != len(slots):
             ids = ids[sampled]
-        alive = seats.request_id[slots] == plan.request
-        if lifecycle.padding:
-            alive &= ~seats.padding[slots]
-        if not alive.all():
-            emitted = self._settle_departed(plan, result, alive)
-            ids, tokens, logprobs = ids[emitted], tokens[emitted], _keep(logprobs, emitted)
-            new = new[alive[sampled]]
-            slots, end, sampled = slots[alive], end[alive], sampled[alive]
+        if not intact or lifecycle.padding:
+            alive = (seats.request_id[slots] == plan.request) & ~seats.padding[slots]
+            if not alive.all():
+                emitted = self._settle_departed(plan, result, alive)
+                ids, tokens, logprobs = ids[emitted], tokens[emitted], _keep(logprobs, emitted)
+                new = new[alive[sampled]]
+                slots, end, sampled = slots[alive], end[alive], sampled[alive]
         if len(new) != len(slots):
             for slot, position in zip(slots[~sampled].tolist(), end[~sampled].tolist(), strict=True):
                 lifecycle.prefixes.publish(lifecycle.seated(slot), seats, position)
