@@ -178,16 +178,14 @@ struct Tiling {
   std::int64_t row_parts, strip_parts;
 };
 
-// Tiles big enough to be worth claiming (some microseconds), small enough to share out evenly.
-Tiling choose_tiling(std::int64_t rows, std::int64_t strips, std::int64_t bytes, int threads) {
-  constexpr std::int64_t tile_cost = 96 << 10;
+// Tiles big enough to be worth claiming (about a microsecond), small enough to end together. A thread takes tiles that
+// follow on each other, so that small ones cost no bandwidth.
+Tiling choose_tiling(std::int64_t rows, std::int64_t strips, std::int64_t bytes) {
+  constexpr std::int64_t tile_cost = 32 << 10;
   const std::int64_t row_parts = ceil_div(rows, kRowsPerTile);
   // Measured in bytes read once; a row on top costs about a quarter of reading the strip for the first.
   const std::int64_t strip_cost = bytes * (3 + ceil_div(rows, row_parts)) / 4;
-  std::int64_t strips_per_part = tile_cost / strip_cost;
-  const std::int64_t even_share = strips * row_parts / (4 * threads);
-  if (strips_per_part > even_share && strips * row_parts * strip_cost > tile_cost) strips_per_part = even_share;
-  if (strips_per_part < 1) strips_per_part = 1;
+  const std::int64_t strips_per_part = strip_cost < tile_cost ? tile_cost / strip_cost : 1;
   return {row_parts, ceil_div(strips, strips_per_part)};
 }
 
@@ -196,7 +194,7 @@ void linear(Context& context, const Linear& args) {
   const Job job(context, args);
   const std::int64_t strips = job.strips();
   const std::int64_t bytes = strip_bytes(*args.parts[0].weight) * (args.gated ? 2 : 1);
-  const Tiling tiling = choose_tiling(args.rows, strips, bytes, context.threads());
+  const Tiling tiling = choose_tiling(args.rows, strips, bytes);
   parallel(context, tiling.row_parts * tiling.strip_parts, [&](std::int64_t tile, int) {
     const std::int64_t strip_part = tile / tiling.row_parts, row_part = tile % tiling.row_parts;
     const std::int64_t end = part_begin(strips, tiling.strip_parts, strip_part + 1);
