@@ -65,9 +65,9 @@ void bind_product(Context& context, Address x, std::int64_t rows, const std::vec
                         pointer<const float>(residual), gated, pointer<const float>(norm_weight), norm_eps});
 }
 
-std::uint64_t bind_read_memory(Context& context, Address memory, std::size_t bytes) {
+std::uint64_t bind_read_memory(Context& context, Address memory, std::size_t bytes, int streams, int ahead) {
   const Call call(context);
-  return read_memory(context, pointer<const void>(memory), bytes);
+  return read_memory(context, pointer<const void>(memory), bytes, {streams, ahead});
 }
 
 }  // namespace
