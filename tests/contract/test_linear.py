@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -312,6 +313,31 @@ def test_rows_and_columns_cut_out_of_a_larger_matrix_are_packed_as_they_are(dtyp
     for part in (whole[3:20], whole[:, 4:21], whole.T):
         ids = torch.arange(part.shape[0], dtype=torch.int32)
         assert torch.equal(gather(context, pack(context, DenseTensor(part)), ids), part.float())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 300_000])
+def test_every_tile_of_a_job_is_computed_once_whatever_their_number(threads: int, count: int) -> None:
+    """A row is a tile here; beyond 65,535 for each thread, several are claimed at once."""
+    context = _native.Context(threads, "auto")
+    weight = pack(context, DenseTensor(torch.arange(50.0)[:, None]))
+    ids = torch.arange(count, dtype=torch.int32) % 50
+    assert torch.equal(gather(context, weight, ids)[:, 0], ids.float())
+
+
+def test_every_loop_over_memory_reads_all_of_it_once() -> None:
+    words = torch.randint(-(2**62), 2**62, (3 * 8192 + 40,), generator=torch.Generator().manual_seed(1))
+    memory = torch.empty(len(words) + 8, dtype=torch.int64)
+    start = -memory.data_ptr() % 64 // 8
+    memory[start : start + len(words)] = words
+    expected = int(np.bitwise_xor.reduce(words.numpy())) % 2**64
+    for streams in (1, 2, 4):
+        for ahead in (0, 2048):
+            address = memory[start:].data_ptr()
+            digest = _native.read_memory(CONTEXTS["portable"], address, len(words) * 8, streams, ahead)
+            assert digest == expected
+    with pytest.raises(ValueError, match="1, 2 or 4 streams, not 3"):
+        _native.read_memory(CONTEXTS["portable"], memory.data_ptr(), 64, 3, 0)
 
 
 def test_threads_that_share_a_context_do_not_disturb_each_other() -> None:
