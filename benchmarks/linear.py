@@ -115,7 +115,8 @@ def torch_product(layout: Layout, shape: Shape, x: Tensor) -> Callable[[], Any]:
 def measure(
     context: _native.Context, model: str, layout: Layout, shape: Shape, rows: Sequence[int], passes: int
 ) -> list[Entry]:
-    """The fastest of several passes, for every number of rows and kind of inputs, and of PyTorch for many rows."""
+    """What nine of ten calls took longer than, for every number of rows and kind of inputs, and of PyTorch's for many
+    rows: other work on the machine only makes a call slower."""
     kinds: tuple[Activations, ...] = ("int16",) if layout in _DENSE else ("int16", "int8")
     matrices = [random_matrix(layout, n, shape.k) for n in shape.outputs]
 
@@ -129,31 +130,30 @@ def measure(
     entries = []
     for count in rows:
         x = torch.randn(count, shape.k)
-        candidates: dict[Activations | None, Callable[[], float]] = {
+        candidates: dict[Activations | None, Callable[[], list[float]]] = {
             kind: lambda kind=kind, x=x: _pass(context, shape, x, weights[kind])  # type: ignore[misc]
             for kind in kinds
         }
         if count >= _MANY_ROWS:
             product = torch_product(layout, shape, x)
-            candidates[None] = lambda product=product: _timed(product)  # type: ignore[misc]
-        best = dict.fromkeys(candidates, float("inf"))
+            candidates[None] = lambda product=product: [_timed(product), _timed(product)]  # type: ignore[misc]
+        times: dict[Activations | None, list[float]] = {name: [] for name in candidates}
         for _ in range(passes):
             for name, run in candidates.items():
-                best[name] = min(best[name], run())
-        for name, took in best.items():
+                times[name] += run()
+        for name, taken in times.items():
+            took = sorted(taken)[len(taken) // 10]
             engine, shown = ("torch", None) if name is None else ("ropeway", None if layout in _DENSE else name)
             operations = 2 * count * sum(shape.outputs) * shape.k
             entries.append(Entry(model, shape.name, layout, engine, shown, count, took, size, operations))
     return entries
 
 
-def _pass(context: _native.Context, shape: Shape, x: Tensor, copies: list[list[Weight]]) -> float:
-    """Seconds for one product, in the mean over the matrices that take turns."""
+def _pass(context: _native.Context, shape: Shape, x: Tensor, copies: list[list[Weight]]) -> list[float]:
+    """Seconds of one product with each of the matrices that take turns."""
     copies = copies[:2] if len(x) >= _MANY_ROWS else copies
-    began = time.perf_counter()
-    for weights in copies:
-        fused_linear(context, x, [(weight, None) for weight in weights], gated=shape.gated)
-    return (time.perf_counter() - began) / len(copies)
+    parts = [[(weight, None) for weight in weights] for weights in copies]
+    return [_timed(lambda part=part: fused_linear(context, x, part, gated=shape.gated)) for part in parts]  # type: ignore[misc]
 
 
 def _timed(product: Callable[[], Any]) -> float:
