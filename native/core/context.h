@@ -29,7 +29,8 @@ class Context {
   Isa isa() const;
 
   // Runs tiles [0, tiles), each once, on all threads, the calling one included; returns when all are done.
-  // Which thread takes which tile is left to chance: a tile's result must not depend on it. Does not nest.
+  // A thread takes tiles that follow on each other, as long as none is behind; which one takes which is left to chance:
+  // a tile's result must not depend on it. Does not nest.
   void run(std::int64_t tiles, TileFunction function, void* job);
 
   // At least `bytes` of memory aligned to 64 bytes, contents undefined, valid until the next call of `scratch`:

@@ -1,14 +1,13 @@
 #include "core/pool.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "core/float_mode.h"
 
 namespace ropeway {
 namespace {
 
-constexpr std::uint64_t remaining_mask = 0xFFFFFFFF;
+constexpr std::uint64_t most_claims = 0xFFFF;  // of a range
 constexpr int spins = 2000;  // a pause takes 10 to 60 ns: some tens of microseconds
 
 inline void pause() {
@@ -21,7 +20,7 @@ inline void pause() {
 
 }  // namespace
 
-Pool::Pool(int threads) {
+Pool::Pool(int threads) : threads_(std::max(threads, 1)), ranges_(new Range[static_cast<std::size_t>(threads_)]) {
   workers_.reserve(std::max(threads - 1, 0));
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work_loop(worker); });
@@ -40,19 +39,31 @@ void Pool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
+std::uint32_t Pool::first_claim(std::uint32_t claims, int owner) const {
+  return static_cast<std::uint32_t>(std::uint64_t{claims} * static_cast<std::uint64_t>(owner) /
+                                    static_cast<std::uint64_t>(threads_));
+}
+
 void Pool::run(std::int64_t tiles, TileFunction function, void* job) {
-  // Job numbers and tile counts share a word; no kernel comes near this many tiles, but a loop costs nothing.
-  constexpr std::int64_t most = std::numeric_limits<std::uint32_t>::max();
-  if (workers_.empty() || tiles <= 1 || tiles > most) {
+  if (workers_.empty() || tiles <= 1) {
     for (std::int64_t tile = 0; tile < tiles; ++tile) function(job, tile, 0);
     return;
   }
+  // One tile a claim, unless that makes more claims than a range's word can count.
+  const std::int64_t most = static_cast<std::int64_t>(most_claims) * threads_;
+  const std::int64_t tiles_per_claim = (tiles + most - 1) / most;
+  const auto claims = static_cast<std::uint32_t>((tiles + tiles_per_claim - 1) / tiles_per_claim);
   function_.store(function, std::memory_order_relaxed);
   job_.store(job, std::memory_order_relaxed);
-  tiles_.store(static_cast<std::uint32_t>(tiles), std::memory_order_relaxed);
-  unfinished_.store(static_cast<std::uint32_t>(tiles), std::memory_order_relaxed);
-  const std::uint64_t number = (claim_.load(std::memory_order_relaxed) >> 32) + 1;
-  claim_.store(number << 32 | static_cast<std::uint64_t>(tiles), std::memory_order_release);
+  tiles_.store(tiles, std::memory_order_relaxed);
+  tiles_per_claim_.store(tiles_per_claim, std::memory_order_relaxed);
+  claims_.store(claims, std::memory_order_relaxed);
+  unfinished_.store(claims, std::memory_order_relaxed);
+  ++number_;
+  for (int owner = 0; owner < threads_; ++owner) {
+    const std::uint64_t size = first_claim(claims, owner + 1) - first_claim(claims, owner);
+    ranges_[owner].left.store(std::uint64_t{number_} << 32 | size << 16, std::memory_order_release);
+  }
   // Sequentially consistent with `work_loop`: either we see the sleeper, or it sees the bell.
   bell_.fetch_add(1);
   if (sleepers_.load() > 0) bell_.notify_all();
@@ -67,17 +78,31 @@ void Pool::run(std::int64_t tiles, TileFunction function, void* job) {
   caller_sleeps_ = false;
 }
 
-void Pool::claim_tiles(int worker) {
-  std::uint32_t done = 0;
-  std::uint64_t claim = claim_.load(std::memory_order_acquire);
-  while (const auto remaining = static_cast<std::uint32_t>(claim & remaining_mask)) {
+bool Pool::claim_from(int owner, int worker) {
+  std::atomic<std::uint64_t>& range = ranges_[owner].left;
+  std::uint64_t left = range.load(std::memory_order_acquire);
+  while (true) {
+    const std::uint64_t begin = left & most_claims, end = left >> 16 & most_claims;
+    if (begin == end) return false;
     const TileFunction function = function_.load(std::memory_order_relaxed);
     void* const job = job_.load(std::memory_order_relaxed);
-    const std::uint32_t tiles = tiles_.load(std::memory_order_relaxed);
-    if (!claim_.compare_exchange_weak(claim, claim - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-    function(job, tiles - remaining, worker);
-    ++done;
-    claim = claim_.load(std::memory_order_acquire);
+    const std::int64_t tiles = tiles_.load(std::memory_order_relaxed);
+    const std::int64_t tiles_per_claim = tiles_per_claim_.load(std::memory_order_relaxed);
+    const std::uint32_t claims = claims_.load(std::memory_order_relaxed);
+    const bool own = owner == worker;
+    const std::uint64_t rest = own ? left + 1 : left - (std::uint64_t{1} << 16);
+    if (!range.compare_exchange_weak(left, rest, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    const auto claim = static_cast<std::int64_t>(first_claim(claims, owner) + (own ? begin : end - 1));
+    const std::int64_t last = std::min((claim + 1) * tiles_per_claim, tiles);
+    for (std::int64_t tile = claim * tiles_per_claim; tile < last; ++tile) function(job, tile, worker);
+    return true;
+  }
+}
+
+void Pool::claim_tiles(int worker) {
+  std::uint32_t done = 0;
+  for (int i = 0; i < threads_; ++i) {
+    while (claim_from((worker + i) % threads_, worker)) ++done;
   }
   if (done == 0) return;
   if (unfinished_.fetch_sub(done) == done && caller_sleeps_) unfinished_.notify_one();

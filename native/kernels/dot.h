@@ -5,7 +5,8 @@
 //   Bf16Pair, dot_bf16        two k of sixteen outputs, times two k of a row
 //   CodeInput, store_codes    quantised activations, as the step wants them
 //   CodeSum, Codes, dot_codes four k of sixteen outputs, times four k of a row; exact
-//   kPasses, next_digit       how activation codes of several digits are multiplied
+//   kPasses, next_digit       how activation codes of several digits are multiplied, one digit after the other
+//   sum_digits                the same side by side
 //
 // An activation code of two digits is 256 * high + low, both in int8. Where CodeInput holds one digit, a group's
 // weights are multiplied with the high digits first, then, after `next_digit`, with the low ones.
@@ -66,6 +67,11 @@ inline constexpr int kPasses = kDigits;
 // 256 * sum + start.
 inline CodeSum next_digit(CodeSum sum, std::int32_t start) {
   return {_mm512_add_epi32(_mm512_slli_epi32(sum.v, 8), _mm512_set1_epi32(start))};
+}
+
+// 256 * high + low + correction.
+inline CodeSum sum_digits(CodeSum high, CodeSum low, std::int32_t correction) {
+  return {_mm512_add_epi32(next_digit(high, correction).v, low.v)};
 }
 
 inline void store_low_bytes(CodeInput* out, __m512i codes) {
@@ -234,6 +240,10 @@ inline constexpr int kPasses = kDigits;
 
 inline CodeSum next_digit(CodeSum sum, std::int32_t start) {
   return {zero_f32(), add(mul(sum.low, set_f32(256.0F)), set_f32(static_cast<float>(start)))};
+}
+
+inline CodeSum sum_digits(CodeSum high, CodeSum low, std::int32_t correction) {
+  return {low.low, next_digit(high, correction).high};
 }
 
 template <int kDigits>

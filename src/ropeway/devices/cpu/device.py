@@ -29,6 +29,8 @@ from ropeway.devices.stream import ThreadStream
 from ropeway.errors import ConfigError
 
 _READ_BYTES = 256 << 20
+_READ_LOOPS = [(streams, ahead) for streams in (1, 2, 4) for ahead in (0, 2048)]
+"""(streams, bytes asked for ahead)."""
 
 
 class CpuDevice:
@@ -91,14 +93,14 @@ class CpuDevice:
 
     def bandwidth(self) -> float:
         """Bytes per second that all threads read from memory together, far beyond the caches: the best of several
-        runs (about 0.2 s), because whatever else the machine does only makes one slower."""
+        loops, several runs each (about 0.2 s), because whatever else the machine does only makes one slower."""
         memory = torch.empty(_READ_BYTES, dtype=torch.uint8)
         _native.advise_large_pages(memory.data_ptr(), memory.nbytes)
         memory.fill_(1)
         best = float("inf")
-        for _ in range(8):
+        for streams, ahead in _READ_LOOPS * 4:
             began = time.perf_counter()
-            _native.read_memory(self._context, memory.data_ptr(), memory.nbytes)
+            _native.read_memory(self._context, memory.data_ptr(), memory.nbytes, streams, ahead)
             best = min(best, time.perf_counter() - began)
         return _READ_BYTES / best
 
