@@ -1,6 +1,11 @@
 #include "kernels/linear.h"
 
 #include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/arguments.h"
 #include "core/measure.h"
@@ -42,11 +47,22 @@ void bind_gather(Context& context, const PackedMatrix& matrix, Address ids, std:
   gather(context, matrix, pointer<const std::int32_t>(ids), count, pointer<float>(out));
 }
 
-void bind_product(Context& context, const PackedMatrix& weight, Address x, Address bias, Address out,
-                  std::int64_t rows) {
+// (weight, bias, out) of a part.
+using Part = std::tuple<const PackedMatrix*, Address, Address>;
+
+void bind_product(Context& context, Address x, std::int64_t rows, const std::vector<Part>& parts, Address residual,
+                  bool gated, Address norm_weight, float norm_eps) {
+  LinearPart described[kMostLinearParts];
+  if (parts.empty() || parts.size() > kMostLinearParts) throw std::invalid_argument("a product has one to three parts");
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto& [weight, bias, out] = parts[i];
+    described[i] = {weight, pointer<const float>(bias), pointer<float>(out)};
+  }
+  const nb::gil_scoped_release released;
   const Call call(context);
   ROPEWAY_TABLE(linear_kernels, context.isa())
-      .linear(context, weight, {pointer<const float>(x), pointer<const float>(bias), pointer<float>(out), rows});
+      .linear(context, {pointer<const float>(x), rows, described, static_cast<int>(parts.size()),
+                        pointer<const float>(residual), gated, pointer<const float>(norm_weight), norm_eps});
 }
 
 std::uint64_t bind_read_memory(Context& context, Address memory, std::size_t bytes) {
@@ -66,7 +82,7 @@ void bind_linear(nb::module_& module) {
   module.def("pack", &bind_pack, Released(), nb::arg("context"), nb::arg("matrix"), nb::arg("values"),
              nb::arg("row_stride"), nb::arg("scales"), nb::arg("minimums"));
   module.def("gather", &bind_gather, Released());
-  module.def("linear", &bind_product, Released());
+  module.def("linear", &bind_product);
   module.def("read_memory", &bind_read_memory, Released());
   module.def("advise_large_pages",
              [](Address memory, std::size_t bytes) { advise_large_pages(pointer<void>(memory), bytes); });

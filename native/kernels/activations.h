@@ -16,6 +16,7 @@
 
 #include "kernels/dot.h"
 #include "kernels/parallel.h"
+#include "kernels/rms_norm.h"
 #include "kernels/simd.h"
 
 namespace ropeway::ROPEWAY_ISA {
@@ -28,60 +29,67 @@ struct RowGroups {
   std::int64_t begin(std::int64_t i) const { return rows * i / count; }
 };
 
-template <class T>
-struct Inputs {
-  const T* data;
-  std::int64_t row_size;
+// Rows of x [rows, k], RMS-normed on the way where there is a norm.
+struct InputRows {
+  const float* x;
+  std::int64_t k;
+  const float* norm_weight;  // [k] or nullptr
+  float norm_eps;
+  float* normed;  // [workers, k] where there is a norm
 
-  const T* group(std::int64_t first_row) const { return data + first_row * row_size; }
+  const float* row(std::int64_t index, int worker) const {
+    const float* const from = x + index * k;
+    if (norm_weight == nullptr) return from;
+    rms_norm_row(from, norm_weight, norm_eps, k, normed + worker * k);
+    return normed + worker * k;
+  }
 };
 
-// `body(first_row, rows_of_the_group)` for every group of rows, on all threads when that pays.
+// `body(row, first_row, rows_of_the_group, r)` for every row, row r of its group, on all threads when that pays.
 template <class Body>
-inline void for_row_groups(Context& context, const RowGroups& groups, std::int64_t k, const Body& body) {
+inline void for_input_rows(Context& context, const InputRows& rows, const RowGroups& groups, const Body& body) {
   constexpr std::int64_t serial_elements = 1 << 14;  // waking threads takes as long as converting some thousands
-  const std::int64_t elements = groups.rows * k;
+  const std::int64_t elements = groups.rows * rows.k;
   const std::int64_t per_tile =
       elements > serial_elements ? groups.count * serial_elements / elements + 1 : groups.count;
-  parallel(context, (groups.count + per_tile - 1) / per_tile, [&](std::int64_t tile, int) {
+  parallel(context, (groups.count + per_tile - 1) / per_tile, [&](std::int64_t tile, int worker) {
     const std::int64_t end = (tile + 1) * per_tile < groups.count ? (tile + 1) * per_tile : groups.count;
     for (std::int64_t i = tile * per_tile; i < end; ++i) {
-      body(groups.begin(i), static_cast<int>(groups.begin(i + 1) - groups.begin(i)));
+      const std::int64_t first = groups.begin(i);
+      const int count = static_cast<int>(groups.begin(i + 1) - first);
+      for (int r = 0; r < count; ++r) body(rows.row(first + r, worker), first, count, r);
     }
   });
 }
 
-inline Inputs<float> prepare_f32(Context& context, const float* x, const RowGroups& groups, std::int64_t k) {
-  if (groups.rows == 1) return {x, k};
-  float* const out =
-      reinterpret_cast<float*>(context.scratch(static_cast<std::size_t>(groups.rows * k) * sizeof(float)));
-  for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
-    const float* const from = x + first * k;
-    float* const to = out + first * k;
-    for (std::int64_t i = 0; i < k; ++i)
-      for (int r = 0; r < count; ++r) to[i * count + r] = from[r * k + i];
+constexpr std::int64_t f32_row_bytes(std::int64_t k) { return k * static_cast<std::int64_t>(sizeof(float)); }
+
+inline void prepare_f32(Context& context, const InputRows& rows, const RowGroups& groups, std::int32_t,
+                        std::byte* out) {
+  const std::int64_t k = rows.k;
+  for_input_rows(context, rows, groups, [&](const float* from, std::int64_t first, int count, int r) {
+    float* const to = reinterpret_cast<float*>(out) + first * k + r;
+    for (std::int64_t i = 0; i < k; ++i) to[i * count] = from[i];
   });
-  return {out, k};
+}
+
+constexpr std::int64_t bf16_row_bytes(std::int64_t k) {
+  return (k + k % 2) * static_cast<std::int64_t>(sizeof(Bf16Input));
 }
 
 // Rounded to bfloat16; an odd k is padded with a zero.
-inline Inputs<Bf16Input> prepare_bf16(Context& context, const float* x, const RowGroups& groups, std::int64_t k) {
-  const std::int64_t row_size = k + k % 2;
-  const std::size_t size = static_cast<std::size_t>(groups.rows * row_size) * sizeof(Bf16Input);
-  auto* const out = reinterpret_cast<Bf16Input*>(context.scratch(size));
-  for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
-    for (int r = 0; r < count; ++r) {
-      const float* const from = x + (first + r) * k;
-      Bf16Input* to = out + first * row_size + r * 2;
-      for (std::int64_t i = 0; i < k; i += 16) {
-        const int lanes = k - i < 16 ? static_cast<int>(k - i) : 16;
-        Bf16Input values[16];
-        store_bf16(values, lanes == 16 ? load_f32(from + i) : load_f32(from + i, lanes));
-        for (int j = 0; j < lanes; j += 2, to += 2 * count) std::memcpy(to, values + j, 2 * sizeof(Bf16Input));
-      }
+inline void prepare_bf16(Context& context, const InputRows& rows, const RowGroups& groups, std::int32_t,
+                         std::byte* out) {
+  const std::int64_t k = rows.k;
+  for_input_rows(context, rows, groups, [&](const float* from, std::int64_t first, int count, int r) {
+    Bf16Input* to = reinterpret_cast<Bf16Input*>(out + first * bf16_row_bytes(k)) + r * 2;
+    for (std::int64_t i = 0; i < k; i += 16) {
+      const int lanes = k - i < 16 ? static_cast<int>(k - i) : 16;
+      Bf16Input values[16];
+      store_bf16(values, load_some(from + i, lanes));
+      for (int j = 0; j < lanes; j += 2, to += 2 * count) std::memcpy(to, values + j, 2 * sizeof(Bf16Input));
     }
   });
-  return {out, row_size};
 }
 
 // Where a record of `kGroup` features of `rows` rows holds what; bytes.
@@ -132,38 +140,39 @@ inline QuantizedGroup<kDigits> quantize(const float* x, bool whole) {
   return group;
 }
 
+template <int kGroup, int kDigits>
+constexpr std::int64_t code_row_bytes(std::int64_t k) {
+  return k / kGroup * CodeRecord<kGroup, kDigits>::size;
+}
+
 // Quantised per row and group of 32 features (what is left of k at the end may be 16). A record's correction is
 // `-offset` times the sum of its codes, its sum is scale times that of its codes.
 template <int kGroup, int kDigits>
-inline Inputs<std::byte> prepare_codes(Context& context, const float* x, const RowGroups& groups, std::int64_t k,
-                                       std::int32_t offset) {
+inline void prepare_codes(Context& context, const InputRows& rows, const RowGroups& groups, std::int32_t offset,
+                          std::byte* out) {
   using Record = CodeRecord<kGroup, kDigits>;
-  const std::int64_t row_size = k / kGroup * Record::size;
-  std::byte* const out = context.scratch(static_cast<std::size_t>(groups.rows * row_size));
-  for_row_groups(context, groups, k, [&](std::int64_t first, int count) {
-    for (int r = 0; r < count; ++r) {
-      std::byte* record = out + first * row_size;
-      for (std::int64_t i = 0; i < k; i += 32) {
-        const bool whole = i + 32 <= k;
-        QuantizedGroup<kDigits> group = quantize<kDigits>(x + (first + r) * k + i, whole);
-        if (kGroup == 32) group.code_sums[0] += group.code_sums[1];
-        for (int part = 0; part < (whole ? 32 : 16) / kGroup; ++part, record += count * Record::size) {
-          for (int pass = 0; pass < kPasses<kDigits>; ++pass) {
-            const CodeInput* const codes = group.codes[pass] + part * kGroup;
-            for (int quad = 0; quad < kGroup / 4; ++quad) {
-              std::memcpy(record + Record::code(count, pass, quad, r), codes + quad * 4, 4 * sizeof(CodeInput));
-            }
+  const std::int64_t k = rows.k;
+  for_input_rows(context, rows, groups, [&](const float* from, std::int64_t first, int count, int r) {
+    std::byte* record = out + first * code_row_bytes<kGroup, kDigits>(k);
+    for (std::int64_t i = 0; i < k; i += 32) {
+      const bool whole = i + 32 <= k;
+      QuantizedGroup<kDigits> group = quantize<kDigits>(from + i, whole);
+      if (kGroup == 32) group.code_sums[0] += group.code_sums[1];
+      for (int part = 0; part < (whole ? 32 : 16) / kGroup; ++part, record += count * Record::size) {
+        for (int pass = 0; pass < kPasses<kDigits>; ++pass) {
+          const CodeInput* const codes = group.codes[pass] + part * kGroup;
+          for (int quad = 0; quad < kGroup / 4; ++quad) {
+            std::memcpy(record + Record::code(count, pass, quad, r), codes + quad * 4, 4 * sizeof(CodeInput));
           }
-          const std::int32_t correction = -offset * group.code_sums[part];
-          const float sum = group.scale * static_cast<float>(group.code_sums[part]);
-          std::memcpy(record + Record::correction(count, r), &correction, 4);
-          std::memcpy(record + Record::scale(count, r), &group.scale, 4);
-          std::memcpy(record + Record::sum(count, r), &sum, 4);
         }
+        const std::int32_t correction = -offset * group.code_sums[part];
+        const float sum = group.scale * static_cast<float>(group.code_sums[part]);
+        std::memcpy(record + Record::correction(count, r), &correction, 4);
+        std::memcpy(record + Record::scale(count, r), &group.scale, 4);
+        std::memcpy(record + Record::sum(count, r), &sum, 4);
       }
     }
   });
-  return {out, row_size};
 }
 
 }  // namespace ropeway::ROPEWAY_ISA

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "kernels/parallel.h"
+#include "kernels/rms_norm.h"
 #include "kernels/simd_math.h"
 
 namespace ropeway::ROPEWAY_ISA {
@@ -21,57 +22,23 @@ void for_ranges(Context& context, std::int64_t items, std::int64_t size, const B
   });
 }
 
-// Calls body(i, count) for [0, size) in steps of 16 lanes; count < 16 in the last one if size is not a multiple.
-template <class Body>
-inline void for_lanes(std::int64_t size, const Body& body) {
-  std::int64_t i = 0;
-  for (; i + 16 <= size; i += 16) body(i, 16);
-  if (i < size) body(i, static_cast<int>(size - i));
-}
-
-inline f32x16 load_some(const float* p, int count) { return count == 16 ? load_f32(p) : load_f32(p, count); }
-inline void store_some(float* p, f32x16 a, int count) {
-  if (count == 16) {
-    store_f32(p, a);
-  } else {
-    store_f32(p, a, count);
-  }
-}
-
-void rms_norm_row(const RmsNorm& args, std::int64_t row) {
-  const std::int64_t size = args.size;
-  const float* x = args.x + row * size;
-  float* out = args.out + row * size;
-  if (args.residual != nullptr) {
-    const float* residual = args.residual + row * size;
-    float* sum = args.sum + row * size;
-    for_lanes(size, [&](std::int64_t i, int count) {
-      store_some(sum + i, add(load_some(x + i, count), load_some(residual + i, count)), count);
-    });
-    x = sum;
-  }
-  f32x16 squares[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};
-  std::int64_t i = 0;
-  for (; i + 64 <= size; i += 64) {
-    for (int j = 0; j < 4; ++j) {
-      const f32x16 v = load_f32(x + i + 16 * j);
-      squares[j] = fma(v, v, squares[j]);
-    }
-  }
-  for_lanes(size - i, [&](std::int64_t rest, int count) {
-    const f32x16 v = load_some(x + i + rest, count);
-    squares[0] = fma(v, v, squares[0]);
-  });
-  const float total = lane_sum(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
-  const f32x16 scale = set_f32(1.0F / __builtin_sqrtf(total / static_cast<float>(size) + args.eps));
-  for_lanes(size, [&](std::int64_t j, int count) {
-    store_some(out + j, mul(mul(load_some(x + j, count), scale), load_some(args.weight + j, count)), count);
+void add_rows(const float* x, const float* residual, std::int64_t size, float* sum) {
+  for_lanes(size, [&](std::int64_t i, int count) {
+    store_some(sum + i, add(load_some(x + i, count), load_some(residual + i, count)), count);
   });
 }
 
 void rms_norm(Context& context, const RmsNorm& args) {
   for_ranges(context, args.rows, args.size, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t row = first; row < last; ++row) rms_norm_row(args, row);
+    for (std::int64_t row = first; row < last; ++row) {
+      const std::int64_t offset = row * args.size;
+      const float* x = args.x + offset;
+      if (args.residual != nullptr) {
+        add_rows(x, args.residual + offset, args.size, args.sum + offset);
+        x = args.sum + offset;
+      }
+      rms_norm_row(x, args.weight, args.eps, args.size, args.out + offset);
+    }
   });
 }
 
@@ -101,13 +68,10 @@ void rope(Context& context, const Rope& args) {
 }
 
 void silu_and_mul(Context& context, const SiluAndMul& args) {
-  const f32x16 one = set_f32(1.0F);
   for_ranges(context, args.count, 1, [&](std::int64_t first, std::int64_t last) {
     for_lanes(last - first, [&](std::int64_t i, int count) {
-      const f32x16 gate = load_some(args.gate + first + i, count);
-      const f32x16 decay = exp_f32(subtract(zero_f32(), gate));
-      const f32x16 silu = divide(gate, add(one, decay));
-      store_some(args.out + first + i, mul(silu, load_some(args.up + first + i, count)), count);
+      const f32x16 gate = load_some(args.gate + first + i, count), up = load_some(args.up + first + i, count);
+      store_some(args.out + first + i, mul(silu(gate), up), count);
     });
   });
 }

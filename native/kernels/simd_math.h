@@ -182,4 +182,26 @@ inline f32x16 exp_f32(f32x16 x) {
   return scale_by_power(add(p, set_f32(1.0F)), n);
 }
 
+// x / (1 + e^-x).
+inline f32x16 silu(f32x16 x) { return divide(x, add(set_f32(1.0F), exp_f32(subtract(zero_f32(), x)))); }
+
+// ------------------------------------------------------------------ arrays
+
+// Calls body(i, count) for [0, size) in steps of 16 lanes; count < 16 in the last one if size is not a multiple.
+template <class Body>
+inline void for_lanes(std::int64_t size, const Body& body) {
+  std::int64_t i = 0;
+  for (; i + 16 <= size; i += 16) body(i, 16);
+  if (i < size) body(i, static_cast<int>(size - i));
+}
+
+inline f32x16 load_some(const float* p, int count) { return count == 16 ? load_f32(p) : load_f32(p, count); }
+inline void store_some(float* p, f32x16 a, int count) {
+  if (count == 16) {
+    store_f32(p, a);
+  } else {
+    store_f32(p, a, count);
+  }
+}
+
 }  // namespace ropeway::ROPEWAY_ISA

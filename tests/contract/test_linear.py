@@ -15,7 +15,8 @@ from ropeway.errors import Unsupported
 from tests.support.matrices import FORMS, STORED_FORMS, Form, seen_inputs
 from tests.support.native import CONTEXTS, _native  # isort: split
 
-from ropeway.devices.cpu.linear import gather, linear
+from ropeway.devices.cpu.elementwise import add_rms_norm, rms_norm, silu_and_mul
+from ropeway.devices.cpu.linear import Norm, fused_linear, gather, linear
 from ropeway.devices.cpu.weights import pack
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -190,10 +191,73 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads(isa: str, form: Form, 
 
 
 @every_isa
+@every_form
+@pytest.mark.parametrize("rows", [1, 27])
+def test_fused_products_have_the_bits_of_the_kernels_one_after_the_other(isa: str, form: Form, rows: int) -> None:
+    context, k, seed = CONTEXTS[isa], 5 * form.k_step, 3
+    x, norm = normal(rows, k), Norm(normal(k, seed=7), 1e-5)
+    normed = rms_norm(context, x, *norm)
+    weights = [pack(context, form.random(n, k, seed := seed + 1), form.activation_digits) for n in (70, 33, 33, 1)]
+    biases = [normal(70, seed=8), None, normal(33, seed=9), None]
+    q, k1, v, single = parts = list(zip(weights, biases, strict=True))
+    alone = [linear(context, normed, *part) for part in parts]
+    for fused in (fused_linear(context, x, [q, k1, v], norm=norm), fused_linear(context, normed, [q, k1, v])):
+        assert all(torch.equal(a, b) for a, b in zip(fused, alone[:3], strict=True))
+    (gated,) = fused_linear(context, x, [k1, v], gated=True, norm=norm)
+    assert torch.equal(gated, silu_and_mul(context, alone[1], alone[2]))
+    for part, unfused in ((q, alone[0]), (single, alone[3])):
+        residual = normal(*unfused.shape, seed=10)
+        (added,) = fused_linear(context, x, [part], residual=residual, norm=norm)
+        expected = add_rms_norm(context, unfused, residual, torch.ones(unfused.shape[1]), 1.0)[1]
+        assert torch.equal(added, expected)
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 14, 110])
+def test_parts_of_a_product_may_have_different_layouts(isa: str, rows: int) -> None:
+    context, k = CONTEXTS[isa], 160
+    x, norm = normal(rows, k), Norm(normal(k, seed=7), 1e-6)
+    for forms in zip(FORMS, FORMS[5:] + FORMS[:5], FORMS[11:] + FORMS[:11], strict=True):
+        parts = [(pack(context, form.random(40, k), form.activation_digits), None) for form in forms]
+        alone = [linear(context, rms_norm(context, x, *norm), *part) for part in parts]
+        fused = fused_linear(context, x, parts, norm=norm)
+        assert all(torch.equal(a, b) for a, b in zip(fused, alone, strict=True))
+        (gated,) = fused_linear(context, x, parts[:2], gated=True, norm=norm)
+        assert torch.equal(gated, silu_and_mul(context, alone[0], alone[1]))
+
+
+@every_isa
+@every_form
+def test_weights_and_sums_beyond_a_matrix_never_reach_a_result(isa: str, form: Form) -> None:
+    """Poison what lies before and after a matrix that ends in the middle of a panel, and around its results."""
+    context, k, n = CONTEXTS[isa], 3 * form.k_step, 19
+    weight, x = pack(context, form.random(n, k), form.activation_digits), normal(13, k)
+    around = torch.full((15, k), float("nan"))
+    around[1:14] = x
+    out = torch.full((15 * n,), float("nan"))
+    _native.linear(context, around[1:].data_ptr(), 13, [(weight.native, 0, out[n:].data_ptr())], 0, False, 0, 0.0)
+    assert torch.equal(out[n : 14 * n].reshape(13, n), linear(context, x, weight))
+    assert out[:n].isnan().all()
+    assert out[14 * n :].isnan().all()
+
+
+def test_a_residual_may_be_the_memory_of_the_result() -> None:
+    for isa, context in CONTEXTS.items():
+        for k in (64, 20000):  # in one block of k, and in several
+            weight, x, residual = pack(context, Form("bf16").random(50, k)), normal(14, k), normal(14, 50, seed=2)
+            (expected,) = fused_linear(context, x, [(weight, None)], residual=residual)
+            address = residual.data_ptr()
+            _native.linear(context, x.data_ptr(), 14, [(weight.native, 0, address)], address, False, 0, 0.0)
+            assert torch.equal(residual, expected), isa
+
+
+@every_isa
 def test_an_empty_batch_gives_an_empty_result(isa: str) -> None:
     for form in FORMS:
         weight = pack(CONTEXTS[isa], form.random(20, 2 * form.k_step), form.activation_digits)
-        assert linear(CONTEXTS[isa], torch.empty(0, 2 * form.k_step), weight).shape == (0, 20)
+        x = torch.empty(0, 2 * form.k_step)
+        assert linear(CONTEXTS[isa], x, weight).shape == (0, 20)
+        assert fused_linear(CONTEXTS[isa], x, [(weight, None)] * 2, gated=True)[0].shape == (0, 20)
         assert gather(CONTEXTS[isa], weight, torch.empty(0, dtype=torch.int32)).shape == (0, 2 * form.k_step)
 
 
@@ -283,6 +347,26 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         linear(context, torch.zeros(2, 6), weight, torch.zeros(5))
     with pytest.raises(ValueError, match="int32"):
         gather(context, weight, torch.zeros(2, dtype=torch.int64))
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    context = CONTEXTS["portable"]
+    part, narrow, other = ((pack(context, Form("fp32").random(n, k)), None) for n, k in ((4, 6), (3, 6), (4, 7)))
+    x = torch.zeros(2, 6)
+    for parts in ([], [part] * 4):
+        with pytest.raises(ValueError, match="1 to 3 parts"):
+            fused_linear(context, x, parts)
+    with pytest.raises(ValueError, match="share their k"):
+        fused_linear(context, x, [part, other])
+    with pytest.raises(ValueError, match="one part"):
+        fused_linear(context, x, [part, part], residual=torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="residual"):
+        fused_linear(context, x, [part], residual=torch.zeros(2, 6))
+    for parts in ([part], [part, narrow], [part] * 3):
+        with pytest.raises(ValueError, match="gated"):
+            fused_linear(context, x, parts, gated=True)
+    with pytest.raises(ValueError, match="norm weight"):
+        fused_linear(context, x, [part], norm=Norm(torch.ones(4), 1e-6))
 
 
 @pytest.mark.parametrize("row", [-1, 4, 2**31 - 1])
