@@ -28,6 +28,7 @@ from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.devices.base import KVDtype
+from ropeway.engine.assembly import step_tokens
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.execution.disk import DiskStore, Layout
@@ -94,6 +95,7 @@ class Bench:
             model,
             cache,
             max_num_seqs=config.max_num_seqs,
+            max_step_tokens=step_tokens(config, max_len),
             max_model_len=max_len,
             vocab_size=160,
             host=memory,

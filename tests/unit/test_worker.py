@@ -73,7 +73,16 @@ class Bench:
         self.cache: KVCache = chosen.kv_cache(model.num_layers, BLOCKS, *shape, "fp32")
         block_bytes = chosen.kv_block_bytes(model.num_layers, *shape, "fp32")
         self.host = chosen.host_blocks(host_blocks, block_bytes) if host_blocks else None
-        worker = Worker(chosen, model, self.cache, max_num_seqs=2, max_model_len=32, vocab_size=160, host=self.host)
+        worker = Worker(
+            chosen,
+            model,
+            self.cache,
+            max_num_seqs=2,
+            max_step_tokens=16,
+            max_model_len=32,
+            vocab_size=160,
+            host=self.host,
+        )
         self.executor = LocalExecutor(worker)
 
     def run(self, plan: Plan) -> Result:

@@ -134,8 +134,17 @@ class _ProfiledKernels:
         self._kernels = kernels
         self._log = log
 
-    def gather(self, table: Weight, ids: Tensor) -> Tensor:
-        return self._log.timed("embedding", lambda: self._kernels.gather(table, ids))
+    def gather(self, table: Weight, ids: Tensor, first: int | None = None) -> Tensor:
+        return self._log.timed("embedding", lambda: self._kernels.gather(table, ids, first))
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self._log.timed("take", lambda: self._kernels.take(x, rows))
+
+    def read_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return self._log.timed("read tokens", lambda: self._kernels.read_tokens(tokens, slots, positions))
+
+    def write_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        self._log.timed("write tokens", lambda: self._kernels.write_tokens(tokens, slots, positions, ids))
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         name = self._log.names.get(id(weight), "?")

@@ -14,7 +14,7 @@ for int8 and 127 * 256 for int16, whose codes are 256 * high + low with both dig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -193,12 +193,26 @@ class KVCache(Protocol):
 
 
 class Kernels(Protocol):
-    """Pure functions: they read their arguments and return new tensors; only ``write_kv`` writes, to the
-    cache. x is float32 and contiguous, [tokens, features] unless said otherwise. Empty batches are allowed.
+    """Pure functions: they read their arguments and return new tensors; only ``write_kv`` and ``write_tokens`` write,
+    to what they are given. x is float32 and contiguous, [tokens, features] unless said otherwise. Empty batches are
+    allowed.
     """
 
-    def gather(self, table: Weight, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (int32 [t]) of an [n, k] table of any layout -> float32 [t, k]."""
+    def gather(self, table: Weight, ids: Tensor, first: int | None = None) -> Tensor:
+        """Rows ``ids`` (int32 [t]) of an [n, k] table of any layout -> float32 [t, k]. With ``first``, the table is the
+        part of a larger one that begins with row ``first``, and rows of other parts are zeros."""
+        ...
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows ``rows`` (int32 [s]) of x [t, k] -> [s, k]."""
+        ...
+
+    def read_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """``tokens[slots[i], positions[i]]`` for every i; all int32."""
+        ...
+
+    def write_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """Set ``tokens[slots[i], positions[i]]`` to ``ids[i]``; all int32, each place at most once."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -251,6 +265,58 @@ class Kernels(Protocol):
         ...
 
 
+# --------------------------------------------------------------------------- programs
+
+
+@dataclass(frozen=True, slots=True)
+class OperationTime:
+    """One operation of a program over the replays since timing was switched on."""
+
+    kind: str
+    """The kernel, as ``Kernels`` names it; of fused ones, all of them: "rms_norm + linear"."""
+    weights: tuple[Weight, ...]
+    """Those it read."""
+    seconds: float
+
+
+class Program(Protocol):
+    """A function of device kernels, recorded once and replayed for any number of rows, from no row to ``max_rows``.
+    The results' bits are those of the function itself."""
+
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def arena_bytes(self) -> int:
+        """What the program's arena takes; the memory of fewer rows is a part of it, the rest stays untouched."""
+        ...
+
+    def arena(self) -> Tensor:
+        """Another arena, for a replay between the begin and the end of one (a second micro-batch)."""
+        ...
+
+    def run(self, *inputs: Tensor, plan: AttentionPlan | None = None, arena: Tensor | None = None) -> Tensor:
+        """Replay on inputs as described at the capture. What is returned lies in the arena (by default the program's
+        own) and stands until the next replay there. Raises ``ValueError`` for inputs that do not fit together or the
+        program, and for an arena that is too small."""
+        ...
+
+    def time_operations(self, on: bool) -> None:
+        """Whether replays measure every operation. Forgets what was measured."""
+        ...
+
+    def operation_times(self) -> list[OperationTime]:
+        """In the order of the operations."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """An input of a captured function: int32 [rows], or float32 [rows, features]."""
+
+    features: int | None = None
+    """None: int32."""
+
+
 # --------------------------------------------------------------------------- the device itself
 
 
@@ -300,6 +366,15 @@ class Device(Protocol):
         self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
     ) -> KVCache:
         """Storage for keys and values; raises ``OutOfMemory``."""
+        ...
+
+    def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program | None:
+        """Record ``function`` as a program, by calling it once as ``function(*handles, plan)``: one handle per input,
+        and what stands for the plan. It may call this device's kernels and a model's collectives on them, and nothing
+        else. Caches and weights that it names are part of the program. None: the device records nothing, and a caller
+        calls the function at every step.
+
+        Raises ``Unsupported`` for an operation that is not recorded, ``OutOfMemory`` for the arena."""
         ...
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +18,10 @@ BANNED = -100.0
 
 class Rows:
     """Per slot: token ids (on the device, since only it knows the newest), block table and sampling
-    parameters (columns on the host, gathered per step)."""
+    parameters (columns on the host, gathered per step).
+
+    The host's columns are a step ahead of the device, which may still append to the tokens of whoever had a slot
+    before: so tokens are written in the device's order alone."""
 
     def __init__(self, device: Device, slots: int, max_len: int, block_size: int) -> None:
         self._device = device
@@ -40,7 +45,7 @@ class Rows:
         """Slot -> (length from which end tokens are allowed, end ids)."""
 
     def apply(self, plan: Plan) -> None:
-        """Seat the plan's new requests and append its new blocks."""
+        """Seat the plan's new requests, but for their tokens, and append its new blocks."""
         for seat in plan.seats:
             self._seat(seat)
         given = 0
@@ -50,6 +55,11 @@ class Rows:
             self.block_tables[slot, held : held + count] = plan.new_blocks[given : given + count]
             self.blocks_held[slot] = held + count
             given += count
+
+    def write_prompts(self, seats: Iterable[Seat]) -> None:
+        """Write the tokens of new seats; on the device's stream."""
+        for seat in seats:
+            self.tokens[seat.slot, : len(seat.token_ids)] = self._device.upload(seat.token_ids)
 
     def sample_inputs(self, slots: NDArray[np.int32], lengths: NDArray[np.int32]) -> SampleInputs:
         """Parameters of the sampled rows; ``lengths`` are the tokens known, which is the position sampled."""
@@ -76,7 +86,6 @@ class Rows:
 
     def _seat(self, seat: Seat) -> None:
         slot, params = seat.slot, seat.params
-        self.tokens[slot, : len(seat.token_ids)] = self._device.upload(seat.token_ids)
         self.blocks_held[slot] = len(seat.blocks)
         self.block_tables[slot, : len(seat.blocks)] = seat.blocks
         self.prompt_lengths[slot] = seat.prompt_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from ropeway.devices.base import (
     Kernels,
     KVCache,
     KVDtype,
+    Program,
+    ProgramInput,
     Stream,
     Weight,
 )
-from ropeway.devices.cpu import _native, kv, weights
+from ropeway.devices.cpu import _native, kv, program, weights
 from ropeway.devices.cpu.kernels import CpuKernels
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.processor import available_cores
@@ -85,6 +88,9 @@ class CpuDevice:
         self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
     ) -> KVCache:
         return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype)
+
+    def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program:
+        return program.capture(self._context, function, inputs, max_rows)
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
         return pages.host_blocks(count, block_bytes)
