@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropeway.devices.base import AttentionPlan, Device, KVCache, ProgramInput, Sampled, SampleInputs
+from ropeway.devices.base import AttentionPlan, Device, KVCache, Program, ProgramInput, Sampled, SampleInputs
 from ropeway.execution.batch import Batch, build_batch
 from ropeway.execution.rows import Rows
 from ropeway.models.model import Model
@@ -57,6 +57,11 @@ class Worker:
         self.logits_program = device.capture(
             lambda hidden, _: model.logits(hidden), (ProgramInput(model.spec.hidden_size),), max_num_seqs
         )
+
+    @property
+    def programs(self) -> list[Program]:
+        """What the device captured of the model."""
+        return [program for program in (self.forward_program, self.logits_program) if program is not None]
 
     def begin(self, plan: Plan) -> Step:
         """Take over a plan's seats and blocks, and make its batch. Called in plan order."""
