@@ -1,4 +1,5 @@
 #include "program/program.h"
+#include "program/step.h"
 
 #include <optional>
 #include <tuple>
@@ -41,6 +42,37 @@ void run(Program& program, std::size_t begin, std::size_t end, Address arena, st
   program.run(begin, end, {pointer<std::byte>(arena), rows, pointers.data(), plan}, arena_bytes, pointers.size());
 }
 
+// (program, arena, its bytes, place of the result, features of the result).
+using Placed = std::tuple<Program*, Address, std::size_t, Place, std::int64_t>;
+
+PlacedProgram placed(const Placed& given) {
+  const auto& [program, arena, bytes, result, features] = given;
+  return {program, pointer<std::byte>(arena), bytes, {result}, features};
+}
+
+Step* make_step(Context& context, const KVStorage& cache, std::int64_t num_blocks, Address tokens, std::int64_t slots,
+                std::int64_t positions, std::int64_t stride, Address slot_of_token, Address position_of_token,
+                Address query_start, Address kv_lengths, Address block_table, std::int64_t rows, std::int64_t count,
+                std::int64_t table_stride, std::int64_t table_blocks, const Placed& forward, const Placed& logits,
+                Address sampled, std::int64_t samples) {
+  const AttentionStep attention = {
+      .positions = pointer<const std::int32_t>(position_of_token),
+      .query_start = pointer<const std::int32_t>(query_start),
+      .kv_lengths = pointer<const std::int32_t>(kv_lengths),
+      .block_table = pointer<const std::int32_t>(block_table),
+      .rows = rows,
+      .tokens = count,
+      .table_stride = table_stride,
+      .table_blocks = table_blocks,
+      .block_size = cache.block_size,
+      .num_blocks = num_blocks,
+      .kv_heads = cache.kv_heads,
+  };
+  return new Step(context, {pointer<std::int32_t>(tokens), slots, positions, stride},
+                  pointer<const std::int32_t>(slot_of_token), attention, placed(forward), placed(logits),
+                  pointer<const std::int32_t>(sampled), samples);
+}
+
 }  // namespace
 
 void bind_program(nb::module_& module) {
@@ -75,6 +107,14 @@ void bind_program(nb::module_& module) {
       .def("set_timed", &Program::set_timed)
       .def_prop_ro("size", &Program::size)
       .def_prop_ro("nanoseconds", &Program::nanoseconds);
+  nb::class_<Step>(module, "Step", "A step of a captured model; refers to everything it is given.")
+      .def(nb::new_(&make_step), nb::arg("context"), nb::arg("cache"), nb::arg("num_blocks"), nb::arg("tokens"),
+           nb::arg("slots"), nb::arg("positions"), nb::arg("stride"), nb::arg("slot_of_token"),
+           nb::arg("position_of_token"), nb::arg("query_start"), nb::arg("kv_lengths"), nb::arg("block_table"),
+           nb::arg("rows"), nb::arg("count"), nb::arg("table_stride"), nb::arg("table_blocks"), nb::arg("forward"),
+           nb::arg("logits"), nb::arg("sampled"), nb::arg("samples"))
+      .def("run", &Step::run, Released())
+      .def_prop_ro("nanoseconds", &Step::nanoseconds);
 }
 
 }  // namespace ropeway

@@ -22,9 +22,8 @@ from ropeway.errors import (
     QueueFull,
     QueueTimeout,
 )
-from ropeway.execution.batch import Batch
 from ropeway.execution.local import LocalWork
-from ropeway.plan import Result
+from ropeway.plan import Plan, Result
 from tests.support.chat_model import tiny_chat_model
 from tests.support.llms import GREEDY, idle, model_copy, one, tiny_llm, tokens
 
@@ -436,10 +435,10 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(
 def test_a_failing_device_is_told_to_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_llm() as llm:
 
-        def lost(batch: Batch) -> None:
+        def lost(plan: Plan) -> None:
             raise RuntimeError("device lost")
 
-        monkeypatch.setattr(llm.worker, "compute", lost)
+        monkeypatch.setattr(llm.worker, "copy", lost)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="device lost"):
                 llm.generate([5, 6, 7], GREEDY, progress=False)

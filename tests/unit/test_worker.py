@@ -52,12 +52,12 @@ def plan(
     )
 
 
-def seat(slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> Seat:
+def seat(slot: int, tokens: Sequence[int], blocks: Sequence[int] = (), logprobs: int | None = None) -> Seat:
     return Seat(
         slot=slot,
         token_ids=np.array(tokens, dtype=np.int32),
         prompt_tokens=len(PROMPT),
-        params=SamplingParams(temperature=0.0),
+        params=SamplingParams(temperature=0.0, logprobs=logprobs),
         seed=1,
         end_ids=(),
         blocks=np.array(blocks, dtype=np.int32),
@@ -155,6 +155,43 @@ def test_a_slot_may_change_hands_while_a_step_of_its_last_owner_is_still_queued(
         works.append(bench.executor.forward(each))
         works[-1].sample()
     assert [work.result().token_ids.tolist() for work in works] == want
+
+
+@pytest.mark.parametrize("without", ["prepare_step", "capture"])
+def test_a_step_made_ready_has_the_bits_of_one_computed_kernel_by_kernel(
+    without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [*PROMPT, *PROMPT[:3]]
+    first = plan(
+        1,
+        [(0, 0, len(PROMPT), [0, 1, 2]), (1, 0, 6, [3, 4])],
+        seats=[seat(0, PROMPT, logprobs=3), seat(1, other)],
+    )
+    first.samples[1] = False  # the rest of its prompt comes with the next step
+    steps = [
+        first,
+        plan(2, [(0, len(PROMPT), 1, []), (1, 6, 7, [5, 6])]),
+        plan(3, [(1, 13, 1, []), (0, len(PROMPT) + 1, 1, [])]),
+    ]
+    ready = Bench("cpu")
+    got = [ready.run(step) for step in steps]
+    monkeypatch.setattr(type(device("cpu")), without, lambda *_: None)
+    plain = Bench("cpu")
+    want = [plain.run(step) for step in steps]
+    assert [result.token_ids.tolist() for result in got] == [result.token_ids.tolist() for result in want]
+    for a, b in zip(got, want, strict=True):
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        for name in ("row", "chosen", "top_ids", "top"):
+            assert np.array_equal(getattr(a.logprobs, name), getattr(b.logprobs, name))
+    assert np.array_equal(ready.cache.data, plain.cache.data)  # type: ignore[attr-defined]
+
+
+def test_a_step_of_more_tokens_than_the_worker_was_made_for_is_an_error() -> None:
+    bench = Bench("cpu")
+    long = (PROMPT * 2)[:17]
+    with pytest.raises(ValueError, match="17 rows needs an arena of"):
+        bench.run(plan(1, [(0, 0, 17, [0, 1, 2, 3, 4])], seats=[seat(0, long)]))
 
 
 @every_device

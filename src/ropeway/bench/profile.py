@@ -26,6 +26,8 @@ from ropeway.devices.base import (
     Kernels,
     KVCache,
     OperationTime,
+    PreparedSample,
+    PreparedStep,
     Program,
     Sampled,
     SampleInputs,
@@ -225,6 +227,48 @@ class _ProfiledKernels:
         return self._log.timed("sample", lambda: self._kernels.sample(logits, inputs))
 
 
+class _ProfiledStep:
+    """Implements ``PreparedStep``: opens a step when it runs."""
+
+    def __init__(self, step: PreparedStep, rows: int, tokens: int, log: _Log) -> None:
+        self._step = step
+        self._size = rows, tokens
+        self._log = log
+
+    @property
+    def logits(self) -> Tensor | None:
+        return self._step.logits
+
+    def run(self) -> None:
+        self._log.open(*self._size)
+        self._step.run()
+
+    def prepare_sample(self, inputs: SampleInputs, vocab_size: int) -> PreparedSample:
+        return _ProfiledSample(self._step.prepare_sample(inputs, vocab_size), self, self._log)
+
+    def times(self) -> dict[str, float]:
+        return self._step.times()
+
+
+class _ProfiledSample:
+    """Implements ``PreparedSample``; asks the step before it for what it did outside of its programs."""
+
+    def __init__(self, sample: PreparedSample, step: _ProfiledStep, log: _Log) -> None:
+        self._sample = sample
+        self._step = step
+        self._log = log
+
+    @property
+    def sampled(self) -> Sampled:
+        return self._sample.sampled
+
+    def run(self) -> None:
+        self._log.timed("sample", self._sample.run)
+        for kind, seconds in self._step.times().items():
+            if seconds:
+                self._log.steps[-1].add(kind.replace("_", " "), seconds, 0)
+
+
 def profile_step(config: Config, *, batch: int, context: int, steps: int = 32) -> StepProfile:
     """Profile ``steps`` decode steps of ``batch`` requests with prompts of ``context - steps / 2`` tokens.
 
@@ -237,6 +281,21 @@ def profile_step(config: Config, *, batch: int, context: int, steps: int = 32) -
     log = _Log()
     device: Device = make_device(config.engine)
     device.kernels = _ProfiledKernels(device.kernels, log)
+    prepare = device.prepare_step
+
+    def prepare_step(
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        step = prepare(forward, logits, cache, tokens, slots, shape, sampled)
+        return None if step is None else _ProfiledStep(step, len(shape.kv_lengths), len(slots), log)
+
+    device.prepare_step = prepare_step  # type: ignore[method-assign]
     device.stream = _ProfiledStream(device.stream, log)
     # While the last prompts are computed in chunks, the first requests decode already.
     chunks = -(-batch * prompt // (config.scheduler.max_batched_tokens - batch + 1))

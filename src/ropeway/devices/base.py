@@ -309,6 +309,36 @@ class Program(Protocol):
         ...
 
 
+class PreparedSample(Protocol):
+    """``Kernels.sample`` and ``Kernels.write_tokens``, to be run on the stream."""
+
+    @property
+    def sampled(self) -> Sampled:
+        """Undefined before ``run``."""
+        ...
+
+    def run(self) -> None: ...
+
+
+class PreparedStep(Protocol):
+    """One step of two programs, to be run on the stream, once. It keeps what it needs."""
+
+    @property
+    def logits(self) -> Tensor | None:
+        """float32 [s, n], undefined before ``run`` and after that of the next step. None: no row samples."""
+        ...
+
+    def run(self) -> None: ...
+    def prepare_sample(self, inputs: SampleInputs, vocab_size: int) -> PreparedSample:
+        """Sampling from the first ``vocab_size`` logits, to run after the step; each row's token is appended at
+        (``inputs.slots``, ``inputs.lengths``)."""
+        ...
+
+    def times(self) -> dict[str, float]:
+        """Seconds of what the step did outside of its programs, by the names of ``Kernels``; after ``run``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramInput:
     """An input of a captured function: int32 [rows], or float32 [rows, features]."""
@@ -375,6 +405,23 @@ class Device(Protocol):
         calls the function at every step.
 
         Raises ``Unsupported`` for an operation that is not recorded, ``OutOfMemory`` for the arena."""
+        ...
+
+    def prepare_step(
+        self,
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        """Check and lay out now what the stream is to do later: read the ids of the step's tokens (``tokens[slots,
+        positions]``), plan attention, replay ``forward`` (inputs: ids, positions) and, on rows ``sampled`` (int32 [s],
+        increasing) of what it gives, ``logits``. None: the device can't, and a caller does it kernel by kernel.
+
+        Raises ``ValueError`` for columns that do not fit together."""
         ...
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:

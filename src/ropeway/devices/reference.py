@@ -33,6 +33,7 @@ from ropeway.devices.base import (
     KVCache,
     KVDtype,
     Layout,
+    PreparedStep,
     Program,
     ProgramInput,
     Sampled,
@@ -338,6 +339,18 @@ class ReferenceDevice:
         return ReferenceKVCache(keys, values, num_blocks, block_size)
 
     def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program | None:
+        return None
+
+    def prepare_step(
+        self,
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
         return None
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:

@@ -14,7 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropeway.devices.base import AttentionPlan, Device, KVCache, Program, ProgramInput, Sampled, SampleInputs
+from ropeway.devices.base import (
+    AttentionPlan,
+    Device,
+    KVCache,
+    PreparedSample,
+    PreparedStep,
+    Program,
+    ProgramInput,
+    Sampled,
+    SampleInputs,
+)
 from ropeway.execution.batch import Batch, build_batch
 from ropeway.execution.rows import Rows
 from ropeway.models.model import Model
@@ -66,8 +76,19 @@ class Worker:
     def begin(self, plan: Plan) -> Step:
         """Take over a plan's seats and blocks, and make its batch. Called in plan order."""
         self.rows.apply(plan)
-        batch = build_batch(plan, self.rows, self.device, self.cache.block_size) if len(plan.slot) else None
-        return Step(self, plan, batch)
+        if not len(plan.slot):
+            return Step(self, plan, None, None)
+        batch = build_batch(plan, self.rows, self.device, self.cache.block_size)
+        return Step(self, plan, batch, self._prepare(batch))
+
+    def _prepare(self, batch: Batch) -> PreparedStep | None:
+        forward, logits = self.forward_program, self.logits_program
+        if forward is None or logits is None:
+            return None
+        tokens = self.rows.tokens
+        return self.device.prepare_step(
+            forward, logits, self.cache, tokens, batch.slot_of_token, batch.shape, batch.sampled
+        )
 
     def copy(self, plan: Plan) -> None:
         """Copy the plan's blocks, to the host first. Raises ``RuntimeError`` for copies without host memory."""
@@ -80,6 +101,7 @@ class Worker:
         if len(plan.to_device):
             self.cache.to_device(plan.to_device[:, 0], self.host, plan.to_device[:, 1])
 
+    @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor | None:
         """Keys and values of all positions, and the logits of the sampling rows, if there are any: float32
         [s, vocabulary], valid until the next step."""
@@ -92,6 +114,14 @@ class Worker:
         if len(batch.slots) != len(hidden):
             hidden = kernels.take(hidden, batch.sampled)
         return self._logits(hidden)[:, : self.vocab_size]
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
+        """Choose a token for every sampling row, and append it to its row."""
+        kernels = self.device.kernels
+        sampled = kernels.sample(logits, inputs)
+        kernels.write_tokens(self.rows.tokens, inputs.slots, inputs.lengths, sampled.token_ids)
+        return sampled
 
     def _forward(self, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         if self.forward_program is not None:
@@ -108,44 +138,51 @@ class Step:
     """One plan on its way. ``forward`` and ``sample`` run on the device's stream, in plan order, each once; the others
     where the step is submitted."""
 
-    def __init__(self, worker: Worker, plan: Plan, batch: Batch | None) -> None:
+    def __init__(self, worker: Worker, plan: Plan, batch: Batch | None, prepared: PreparedStep | None) -> None:
         self.plan = plan
         self._worker = worker
         self._batch = batch
+        self._prepared = prepared
+        self._prepared_sample: PreparedSample | None = None
         self._logits: Tensor | None = None
         self._inputs: SampleInputs | None = None
         self._sampled: Sampled | None = None
         self._copy_s = self._device_s = 0.0
 
-    @torch.inference_mode()
     def forward(self) -> None:
         """Copy the plan's blocks; then write the tokens of those who take a seat, and compute."""
         began = time.perf_counter()
         self._worker.copy(self.plan)
         copied = time.perf_counter()
         self._worker.rows.write_prompts(self.plan.seats)
-        if self._batch is not None:
+        if self._prepared is not None:
+            self._prepared.run()
+            self._logits = self._prepared.logits
+        elif self._batch is not None:
             self._logits = self._worker.compute(self._batch)
         self._copy_s, self._device_s = copied - began, time.perf_counter() - copied
 
     def prepare_sampling(self) -> None:
         """Gather the sampling parameters of the step's rows, from what is known now."""
         batch = self._batch
-        if batch is not None and len(batch.slots):
-            self._inputs = self._worker.rows.sample_inputs(batch.slots, batch.lengths)
+        if batch is None or not len(batch.slots):
+            return
+        self._inputs = self._worker.rows.sample_inputs(batch.slots, batch.lengths)
+        if self._prepared is not None:
+            self._prepared_sample = self._prepared.prepare_sample(self._inputs, self._worker.vocab_size)
 
-    @torch.inference_mode()
     def sample(self) -> None:
-        """Choose the tokens and append them to their rows."""
+        """Choose the tokens and append them to their rows; nothing where the forward failed."""
         logits, inputs = self._logits, self._inputs
         if logits is None or inputs is None:
             return
         began = time.perf_counter()
-        kernels = self._worker.device.kernels
-        sampled = kernels.sample(logits, inputs)
-        kernels.write_tokens(self._worker.rows.tokens, inputs.slots, inputs.lengths, sampled.token_ids)
+        if self._prepared_sample is not None:
+            self._prepared_sample.run()
+            self._sampled = self._prepared_sample.sampled
+        else:
+            self._sampled = self._worker.sample(logits, inputs)
         self._logits = None
-        self._sampled = sampled
         self._device_s += time.perf_counter() - began
 
     def result(self) -> Result:

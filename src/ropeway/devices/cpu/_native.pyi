@@ -196,3 +196,31 @@ class Program:
         plan: AttentionPlan | None,
     ) -> None: ...
     def set_timed(self, timed: bool, /) -> None: ...
+
+class Step:
+    def __init__(
+        self,
+        context: Context,
+        cache: KVStorage,
+        num_blocks: int,
+        tokens: int,
+        slots: int,
+        positions: int,
+        stride: int,
+        slot_of_token: int,
+        position_of_token: int,
+        query_start: int,
+        kv_lengths: int,
+        block_table: int,
+        rows: int,
+        count: int,
+        table_stride: int,
+        table_blocks: int,
+        forward: tuple[Program, int, int, int, int],
+        logits: tuple[Program, int, int, int, int],
+        sampled: int,
+        samples: int,
+    ) -> None: ...
+    @property
+    def nanoseconds(self) -> list[int]: ...
+    def run(self) -> None: ...

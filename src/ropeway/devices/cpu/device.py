@@ -19,13 +19,16 @@ from ropeway.devices.base import (
     Kernels,
     KVCache,
     KVDtype,
+    PreparedStep,
     Program,
     ProgramInput,
+    StepShape,
     Stream,
     Weight,
 )
 from ropeway.devices.cpu import _native, kv, program, weights
 from ropeway.devices.cpu.kernels import CpuKernels
+from ropeway.devices.cpu.step import CpuStep, unsegmented
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.processor import available_cores
 from ropeway.devices.stream import ThreadStream
@@ -91,6 +94,20 @@ class CpuDevice:
 
     def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program:
         return program.capture(self._context, function, inputs, max_rows)
+
+    def prepare_step(
+        self,
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        if not unsegmented(forward, logits):
+            return None
+        return CpuStep(self._context, forward, logits, cache, tokens, slots, shape, sampled)
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
         return pages.host_blocks(count, block_bytes)

@@ -112,6 +112,18 @@ class CpuProgram:
         assert memory.data_ptr() % ALIGNMENT == 0
         return memory
 
+    @property
+    def placed(self) -> tuple[_native.Program, int, int, int, int]:
+        """The native program, its arena and that one's bytes, its result's place and features."""
+        return self._native, self._arena.data_ptr(), self._arena.nbytes, *self._result
+
+    def result(self, rows: int) -> Tensor:
+        """What a replay of so many rows in the program's own arena will return. Raises ``ValueError`` where it is too
+        small."""
+        if rows > self.max_rows:
+            raise ValueError(f"the program's arena is for {self.max_rows} rows, not {rows}")
+        return view(self._arena, rows, *self._result)
+
     def run(self, *inputs: Tensor, plan: AttentionPlan | None = None, arena: Tensor | None = None) -> Tensor:
         memory = self._arena if arena is None else arena
         rows = len(inputs[0])

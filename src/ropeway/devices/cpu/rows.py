@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 
 def read_tokens(tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """See ``devices.base.Kernels.read_tokens``. Raises ``IndexError`` for a place outside the table."""
-    _check_places(tokens, slots, positions)
+    check_places(tokens, slots, positions)
     out = torch.empty(len(slots), dtype=torch.int32)
     _native.read_tokens(
         tokens.data_ptr(),
@@ -37,9 +40,15 @@ def read_tokens(tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
 
 def write_tokens(tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
     """See ``devices.base.Kernels.write_tokens``. Raises ``IndexError`` for a place outside the table."""
-    _check_places(tokens, slots, positions)
+    write_tokens_call(tokens, slots, positions, ids)()
+
+
+def write_tokens_call(tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> Callable[[], None]:
+    """``write_tokens``, its arguments checked now, to be called later; the tensors are to be kept until then."""
+    check_places(tokens, slots, positions)
     _check_column("ids", ids, len(slots))
-    _native.write_tokens(
+    return partial(
+        _native.write_tokens,
         tokens.data_ptr(),
         tokens.shape[0],
         tokens.shape[1],
@@ -51,7 +60,8 @@ def write_tokens(tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) 
     )
 
 
-def _check_places(tokens: Tensor, slots: Tensor, positions: Tensor) -> None:
+def check_places(tokens: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Raises ``ValueError`` for a table or columns that a kernel cannot read."""
     if tokens.dtype != torch.int32 or tokens.ndim != 2 or (tokens.shape[1] > 1 and tokens.stride(1) != 1):
         raise ValueError(f"tokens must be int32 [slots, positions], not {tokens.dtype} {list(tokens.shape)}")
     _check_column("slots", slots, len(slots))
