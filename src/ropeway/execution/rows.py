@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,8 @@ class Rows:
         """Slot -> (token ids, values) of its logit bias."""
         self._held_back: dict[int, tuple[int, NDArray[np.int32]]] = {}
         """Slot -> (length from which end tokens are allowed, end ids)."""
+        self._last: tuple[NDArray[np.int32], SampleInputs] | None = None
+        """The slots sampled last and their parameters, while nobody takes a seat: most steps sample the same ones."""
 
     def apply(self, plan: Plan) -> None:
         """Seat the plan's new requests, but for their tokens, and append its new blocks."""
@@ -64,8 +67,10 @@ class Rows:
     def sample_inputs(self, slots: NDArray[np.int32], lengths: NDArray[np.int32]) -> SampleInputs:
         """Parameters of the sampled rows; ``lengths`` are the tokens known, which is the position sampled."""
         up = self._device.upload
+        if self._last is not None and np.array_equal(self._last[0], slots):
+            return replace(self._last[1], lengths=up(lengths))
         start, ids, values = self._biases(slots, lengths)
-        return SampleInputs(
+        inputs = SampleInputs(
             temperature=up(self.temperature[slots]),
             top_k=up(self.top_k[slots]),
             top_p=up(self.top_p[slots]),
@@ -83,9 +88,13 @@ class Rows:
             bias_values=up(values),
             top_logprobs=up(self.top_logprobs[slots]),
         )
+        if not self._held_back:  # what is held back depends on the lengths
+            self._last = slots, inputs
+        return inputs
 
     def _seat(self, seat: Seat) -> None:
         slot, params = seat.slot, seat.params
+        self._last = None
         self.blocks_held[slot] = len(seat.blocks)
         self.block_tables[slot, : len(seat.blocks)] = seat.blocks
         self.prompt_lengths[slot] = seat.prompt_tokens
