@@ -44,7 +44,7 @@ struct Replay {
   }
 };
 
-// Matrices, vectors and tables are referred to, not kept: their owner outlives the program. Shapes are not checked here.
+// Matrices, vectors and tables are referred to, not kept: their owner outlives the program. Shapes are not checked.
 class Program {
  public:
   // `row_bytes`: what all buffers of one row take. `inputs`: how many a replay must give.

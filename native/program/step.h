@@ -1,5 +1,5 @@
-// A step of a captured model, from token ids in their rows to logits, as one call: nothing between its kernels needs the
-// interpreter's lock, which the thread that settles the step before may hold just then.
+// A step of a captured model, from token ids in their rows to logits, as one call: nothing between its kernels needs
+// the interpreter's lock, which the thread that settles the step before may hold just then.
 #pragma once
 
 #include <cstdint>

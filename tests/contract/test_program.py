@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ropeway.devices.base import DenseTensor, Device, GroupedTensor, HostTensor, KVCache, Program, ProgramInput
+from ropeway.devices.base import DenseTensor, Device, GroupedTensor, HostTensor, KVCache
+from ropeway.devices.programs import Program, ProgramInput
 from ropeway.errors import OutOfMemory, Unsupported
 from ropeway.loading.checkpoint import Checkpoint
 from ropeway.loading.open import open_checkpoint

@@ -25,16 +25,13 @@ from ropeway.devices.base import (
     Event,
     Kernels,
     KVCache,
-    OperationTime,
-    PreparedSample,
-    PreparedStep,
-    Program,
     Sampled,
     SampleInputs,
     StepShape,
     Stream,
     Weight,
 )
+from ropeway.devices.programs import OperationTime, PreparedSample, PreparedStep, Program
 from ropeway.engine.assembly import make_device
 from ropeway.errors import ConfigError
 from ropeway.models.model import Model

@@ -33,9 +33,6 @@ from ropeway.devices.base import (
     KVCache,
     KVDtype,
     Layout,
-    PreparedStep,
-    Program,
-    ProgramInput,
     Sampled,
     SampleInputs,
     StepShape,
@@ -43,6 +40,7 @@ from ropeway.devices.base import (
     Weight,
 )
 from ropeway.devices.memory import Memory, host_memory
+from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 from ropeway.devices.reference_sampling import sample
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import OutOfMemory

@@ -14,17 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropeway.devices.base import (
-    AttentionPlan,
-    Device,
-    KVCache,
-    PreparedSample,
-    PreparedStep,
-    Program,
-    ProgramInput,
-    Sampled,
-    SampleInputs,
-)
+from ropeway.devices.base import AttentionPlan, Device, KVCache, Sampled, SampleInputs
+from ropeway.devices.programs import PreparedSample, PreparedStep, Program, ProgramInput
 from ropeway.execution.batch import Batch, build_batch
 from ropeway.execution.rows import Rows
 from ropeway.models.model import Model

@@ -19,9 +19,6 @@ from ropeway.devices.base import (
     Kernels,
     KVCache,
     KVDtype,
-    PreparedStep,
-    Program,
-    ProgramInput,
     StepShape,
     Stream,
     Weight,
@@ -31,6 +28,7 @@ from ropeway.devices.cpu.kernels import CpuKernels
 from ropeway.devices.cpu.step import CpuStep, unsegmented
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.processor import available_cores
+from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import ConfigError
 

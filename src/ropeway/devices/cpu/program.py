@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropeway.devices.base import AttentionPlan, OperationTime, ProgramInput
+from ropeway.devices.base import AttentionPlan
 from ropeway.devices.cpu import _native
 from ropeway.devices.cpu.attention import CpuAttentionPlan
 from ropeway.devices.cpu.fusion import fuse
@@ -17,6 +17,7 @@ from ropeway.devices.cpu.placement import ALIGNMENT, place_values
 from ropeway.devices.cpu.recorder import CpuRecorder
 from ropeway.devices.memory import host_memory
 from ropeway.devices.pages import mib
+from ropeway.devices.programs import OperationTime, ProgramInput
 from ropeway.devices.recording import Handle
 from ropeway.errors import OutOfMemory, Unsupported
 

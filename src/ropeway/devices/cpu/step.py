@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropeway.devices.base import KVCache, Program, SampleInputs, StepShape
+from ropeway.devices.base import KVCache, SampleInputs, StepShape
 from ropeway.devices.cpu import _native
 from ropeway.devices.cpu.attention import check_shape
 from ropeway.devices.cpu.kv import CpuKVCache
 from ropeway.devices.cpu.program import CpuProgram
 from ropeway.devices.cpu.rows import check_places, write_tokens_call
 from ropeway.devices.cpu.sampling import SampleCall
+from ropeway.devices.programs import Program
 
 
 class CpuStep:
