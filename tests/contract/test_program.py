@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -163,7 +163,7 @@ def test_a_program_computes_the_bits_of_the_model_on_every_instruction_set(isa: 
         twins.step(counts)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 20), min_size=4, max_size=4), min_size=1, max_size=3))
 def test_one_program_serves_every_number_of_rows(steps: list[list[int]]) -> None:
     twins = Twins(load("llama"), device("cpu"), [60, 60, 60, 60])

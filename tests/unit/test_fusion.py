@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ropeway.devices.base import DenseTensor, Weight
@@ -120,6 +120,7 @@ def recordings(draw: st.DrawFn) -> tuple[list[Operation], Value]:
     return recorded, known[-1]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(recordings())
 def test_no_value_is_overwritten_before_its_last_reader(recording: tuple[list[Operation], Value]) -> None:
     recorded, result = recording
