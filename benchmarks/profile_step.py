@@ -23,7 +23,7 @@ from ropeway.settings import resolve
 def table_of(profile: StepProfile) -> Table:
     table = Table(
         title=f"{profile.batch} requests at {profile.context} tokens: {profile.step_us / 1000:.2f} ms a step, "
-        f"idle between steps {profile.idle_us / 1000:.2f} ms",
+        f"idle between steps {profile.idle_us / 1000:.2f} ms, not in kernels {profile.host_share:.1%}",
         title_justify="left",
     )
     for heading in ("part", "calls", "us", "share", "weights read at"):

@@ -30,31 +30,14 @@ AttentionPlan* make_plan(const Context& context, const KVStorage& cache, std::in
 void write_kv(Context& context, const KVStorage& cache, std::int64_t layer, Address k, Address v,
               const AttentionPlan& plan) {
   const Call call(context);
-  kernels(context).write_kv(context, {cache, layer, pointer<const float>(k), pointer<const float>(v),
-                                      plan.slots.data(), plan.tokens});
+  kernels(context).write_kv(context, plan.writing(cache, layer, pointer<const float>(k), pointer<const float>(v)));
 }
 
 void attention(Context& context, Address q, const KVStorage& cache, std::int64_t layer, const AttentionPlan& plan,
                Address out, std::int64_t heads, float scale, std::int64_t window) {
   const Call call(context);
-  kernels(context).attention(context, {
-                                          .cache = cache,
-                                          .layer = layer,
-                                          .q = pointer<const float>(q),
-                                          .out = pointer<float>(out),
-                                          .heads = heads,
-                                          .scale = scale,
-                                          .window = window,
-                                          .block_table = plan.block_table,
-                                          .table_stride = plan.table_stride,
-                                          .tasks = plan.tasks.data(),
-                                          .task_count = static_cast<std::int64_t>(plan.tasks.size()),
-                                          .items = plan.items.data(),
-                                          .merges = plan.merges.data(),
-                                          .merge_count = static_cast<std::int64_t>(plan.merges.size()),
-                                          .partial_count = plan.partial_count,
-                                          .most_tokens = plan.most_tokens,
-                                      });
+  kernels(context).attention(
+      context, plan.reading(cache, layer, pointer<const float>(q), pointer<float>(out), heads, scale, window));
 }
 
 }  // namespace

@@ -1,9 +1,7 @@
 #include "kernels/elementwise.h"
 
-#include <stdexcept>
-#include <string>
-
 #include "bindings/arguments.h"
+#include "kernels/positions.h"
 
 namespace ropeway {
 namespace {
@@ -22,12 +20,7 @@ void rope(Context& context, Address x, Address positions, Address table, Address
           std::int64_t heads, std::int64_t size, std::int64_t rotated, std::int64_t table_positions) {
   const Call call(context);
   const auto* position = pointer<const std::int32_t>(positions);
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    if (position[i] < 0 || position[i] >= table_positions) {
-      throw std::out_of_range("rope: position " + std::to_string(position[i]) + " of token " + std::to_string(i) +
-                              " is outside the table of " + std::to_string(table_positions) + " positions");
-    }
-  }
+  check_positions(position, tokens, table_positions);
   kernels(context).rope(context, {pointer<const float>(x), position, pointer<const float>(table), pointer<float>(out),
                                   tokens, heads, size, rotated});
 }

@@ -42,9 +42,10 @@ void bind_pack(Context& context, const PackedMatrix& matrix, Address values, std
        {pointer<const void>(values), row_stride, pointer<const void>(scales), pointer<const void>(minimums)});
 }
 
-void bind_gather(Context& context, const PackedMatrix& matrix, Address ids, std::int64_t count, Address out) {
+void bind_gather(Context& context, const PackedMatrix& matrix, Address ids, std::int64_t count, Address out,
+                 std::int64_t first, bool part) {
   const Call call(context);
-  gather(context, matrix, pointer<const std::int32_t>(ids), count, pointer<float>(out));
+  gather(context, matrix, pointer<const std::int32_t>(ids), count, pointer<float>(out), first, part);
 }
 
 // (weight, bias, out) of a part.

@@ -193,8 +193,9 @@ void pack(Context& context, const PackedMatrix& matrix, const UnpackedMatrix& so
   if (matrix.minimums != nullptr) pack_any_scales(matrix, source.minimums, matrix.minimums);
 }
 
-void gather(Context& context, const PackedMatrix& matrix, const std::int32_t* ids, std::int64_t count, float* out) {
-  for (std::int64_t i = 0; i < count; ++i) {
+void gather(Context& context, const PackedMatrix& matrix, const std::int32_t* ids, std::int64_t count, float* out,
+            std::int64_t first, bool part) {
+  for (std::int64_t i = 0; i < count && !part; ++i) {
     if (ids[i] < 0 || ids[i] >= matrix.n) {
       throw std::out_of_range("row " + std::to_string(ids[i]) + " of a table of " + std::to_string(matrix.n));
     }
@@ -202,13 +203,20 @@ void gather(Context& context, const PackedMatrix& matrix, const std::int32_t* id
   struct Job {
     const PackedMatrix& matrix;
     const std::int32_t* ids;
+    std::int64_t first;
     float* out;
-  } job{matrix, ids, out};
+  } job{matrix, ids, first, out};
   context.run(
       count,
       [](void* argument, std::int64_t i, int) {
         const Job& job = *static_cast<const Job*>(argument);
-        gather_row(job.matrix, job.ids[i], job.out + i * job.matrix.k);
+        const std::int64_t row = job.ids[i] - job.first;
+        float* const to = job.out + i * job.matrix.k;
+        if (row >= 0 && row < job.matrix.n) {
+          gather_row(job.matrix, row, to);
+        } else {
+          std::fill(to, to + job.matrix.k, 0.0F);
+        }
       },
       &job);
 }

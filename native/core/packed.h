@@ -55,8 +55,10 @@ struct UnpackedMatrix {
 // Writes data, scales and minimums of `matrix`.
 void pack(Context& context, const PackedMatrix& matrix, const UnpackedMatrix& source);
 
-// Rows `ids` in float32, exactly as `scale * code + minimum` gives them in float32: out [count, k]. Throws
-// std::out_of_range for an id outside [0, n).
-void gather(Context& context, const PackedMatrix& matrix, const std::int32_t* ids, std::int64_t count, float* out);
+// Rows `ids` in float32, exactly as `scale * code + minimum` gives them in float32: out [count, k]. The matrix holds
+// rows [first, first + n) of a table: if that is a part of it, rows of other parts are zeros, else an id outside throws
+// std::out_of_range.
+void gather(Context& context, const PackedMatrix& matrix, const std::int32_t* ids, std::int64_t count, float* out,
+            std::int64_t first = 0, bool part = false);
 
 }  // namespace ropeway

@@ -61,6 +61,32 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
   add_tasks(std::min(least_task_cost, total / (4.0 * workers)));
 }
 
+WriteKV AttentionPlan::writing(const KVStorage& cache, std::int64_t layer, const float* k, const float* v) const {
+  return {cache, layer, k, v, slots.data(), tokens};
+}
+
+Attention AttentionPlan::reading(const KVStorage& cache, std::int64_t layer, const float* q, float* out,
+                                 std::int64_t heads, float scale, std::int64_t window) const {
+  return {
+      .cache = cache,
+      .layer = layer,
+      .q = q,
+      .out = out,
+      .heads = heads,
+      .scale = scale,
+      .window = window,
+      .block_table = block_table,
+      .table_stride = table_stride,
+      .tasks = tasks.data(),
+      .task_count = static_cast<std::int64_t>(tasks.size()),
+      .items = items.data(),
+      .merges = merges.data(),
+      .merge_count = static_cast<std::int64_t>(merges.size()),
+      .partial_count = partial_count,
+      .most_tokens = most_tokens,
+  };
+}
+
 // Checks a row and fills in the places of its tokens.
 void AttentionPlan::add_row(const AttentionStep& step, std::int64_t row) {
   const std::int64_t first = step.query_start[row], last = step.query_start[row + 1];

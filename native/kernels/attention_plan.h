@@ -21,6 +21,11 @@ struct AttentionPlan {
   // Throws std::invalid_argument where the step contradicts itself or the cache.
   AttentionPlan(const AttentionStep& step, int threads);
 
+  // Arguments of the kernels for one layer: k, v [tokens, kv_heads, head_dim]; q, out [tokens, heads, head_dim].
+  WriteKV writing(const KVStorage& cache, std::int64_t layer, const float* k, const float* v) const;
+  Attention reading(const KVStorage& cache, std::int64_t layer, const float* q, float* out, std::int64_t heads,
+                    float scale, std::int64_t window) const;
+
   const std::int32_t* block_table;
   std::int64_t table_stride, tokens, kv_heads;
   std::int64_t most_tokens = 0;    // of an item
@@ -29,7 +34,6 @@ struct AttentionPlan {
   std::vector<AttentionItem> items;
   std::vector<AttentionMerge> merges;
   std::vector<AttentionTask> tasks;
-
 
  private:
   void add_row(const AttentionStep& step, std::int64_t row);

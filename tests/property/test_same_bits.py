@@ -28,6 +28,7 @@ from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.devices.base import KVDtype
+from ropeway.engine.assembly import step_tokens
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.execution.disk import DiskStore, Layout
@@ -41,7 +42,7 @@ from ropeway.parallel.communicator import SingleProcess
 from ropeway.request import SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.tiers import DEFAULT_TIERS
-from tests.support.devices import device
+from tests.support.devices import lazy_device
 from tests.support.tiny_models import tiny_checkpoint
 
 MAX_LEN = 64
@@ -58,7 +59,7 @@ Outcome = tuple[list[int], list[float]]
 @functools.cache
 def load(name: str) -> Model:
     checkpoint = open_checkpoint(tiny_checkpoint(name))
-    return load_model(checkpoint, device("cpu"), SingleProcess(), dtype=MODELS[name], max_model_len=MAX_LEN)
+    return load_model(checkpoint, lazy_device("cpu"), SingleProcess(), dtype=MODELS[name], max_model_len=MAX_LEN)
 
 
 class Bench:
@@ -74,7 +75,7 @@ class Bench:
         host_blocks: int = 0,
         folder: Path | None = None,
     ) -> None:
-        model, cpu = load(name), device("cpu")
+        model, cpu = load(name), lazy_device("cpu")
         kv: KVDtype = "fp32" if model.dtype == "fp32" else "bf16"
         sizes = model.num_layers, model.num_kv_heads, model.head_dim
         cache = cpu.kv_cache(sizes[0], blocks, *sizes[1:], block_size, kv)
@@ -94,6 +95,7 @@ class Bench:
             model,
             cache,
             max_num_seqs=config.max_num_seqs,
+            max_step_tokens=step_tokens(config, max_len),
             max_model_len=max_len,
             vocab_size=160,
             host=memory,
@@ -325,7 +327,7 @@ def test_tokens_and_logprobs_are_the_same_over_a_disk_that_an_earlier_engine_has
 
 
 def test_the_workloads_went_through_everything() -> None:
-    device("cpu")  # skips where there is none
+    lazy_device("cpu")  # skips where there is none
     print(dict(seen))
     assert seen["workloads"] >= 200
     for event in (

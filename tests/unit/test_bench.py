@@ -21,7 +21,7 @@ from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
 from ropeway.bench.overhead import measure_overhead
 from ropeway.bench.preemption import KINDS, ResumeCost, measure_preemption, report
 from ropeway.bench.prefix import measure_prefix, measure_zero_hits
-from ropeway.bench.profile import PYTHON, profile_step
+from ropeway.bench.profile import HOST, profile_step
 from ropeway.bench.report import readable, reported_to
 from ropeway.bench.throughput import Throughput, measure_throughput
 from ropeway.bench.workload import WorkloadRequest, mixed_workload, totals, write_workload
@@ -320,26 +320,42 @@ def test_a_batch_beyond_the_seats_and_an_output_without_decoding_are_refused():
 # ---------------------------------------------------------------------- profile
 
 
-def test_the_parts_of_a_profile_add_up_to_the_step():
-    profile = profile_step(tiny_config(model=str(tiny_checkpoint("qwen3"))), batch=3, context=40, steps=6)
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_the_parts_of_a_profile_add_up_to_the_step(device):
+    config = tiny_config(model=str(tiny_checkpoint("qwen3")), device=device)
+    profile = profile_step(config, batch=3, context=40, steps=6)
     assert profile.steps == 6
     assert sum(part.us for part in profile.parts) == pytest.approx(profile.step_us)
     assert math.fsum(part.share for part in profile.parts) == pytest.approx(1)
     calls = {part.kind: part.calls for part in profile.parts}
     layers = SMALL["num_hidden_layers"]
-    assert calls["attention"] == calls["write kv"] == calls["linear layers.mlp.down"] == layers
-    assert calls["linear head"] == calls["sample"] == calls["embedding"] == 1
+    captured = device == "cpu"
+    assert calls["attention"] == calls["write kv"] == layers
+    assert calls["linear + residual layers.mlp.down" if captured else "linear layers.mlp.down"] == layers
+    assert calls["rms_norm + linear head" if captured else "linear head"] == calls["sample"] == calls["embedding"] == 1
     assert calls["rope"] == 2 * layers
-    assert PYTHON in calls
+    assert calls["norm"] == 2 * layers + (0 if captured else 2)  # the first and the last one; queries and keys
+    assert 0 < profile.host_share < 1
+    assert HOST in calls
 
 
 def test_a_profile_knows_the_bytes_of_every_kind_of_weight():
-    profile = profile_step(tiny_config(), batch=1, context=20, steps=4)
+    profile = profile_step(tiny_config(device="reference"), batch=1, context=20, steps=4)
     sizes = {part.kind: part.weight_bytes for part in profile.parts}
     layers, hidden, inner = SMALL["num_hidden_layers"], SMALL["hidden_size"], SMALL["intermediate_size"]
     assert sizes["linear layers.mlp.up"] == 4 * layers * hidden * inner
     assert sizes["linear head"] == 4 * SMALL["vocab_size"] * hidden
     assert sizes["attention"] == 0
+
+
+def test_a_profile_knows_the_weights_of_products_that_are_computed_as_one():
+    profile = profile_step(tiny_config(device="cpu"), batch=1, context=20, steps=4)
+    sizes = {part.kind: part.weight_bytes for part in profile.parts}
+    layers, hidden, inner = SMALL["num_hidden_layers"], SMALL["hidden_size"], SMALL["intermediate_size"]
+    heads = SMALL["num_attention_heads"] + 2 * SMALL["num_key_value_heads"]
+    assert sizes["rms_norm + linear + silu_and_mul layers.mlp.gate, up"] == 2 * 4 * layers * hidden * inner
+    assert sizes["rms_norm + linear layers.attention.q, k, v"] == 4 * layers * hidden * heads * hidden // 4
+    assert sizes["embedding"] == 0
 
 
 # ---------------------------------------------------------------------- machine and report

@@ -438,7 +438,7 @@ def test_a_failing_device_is_told_to_every_call(monkeypatch: pytest.MonkeyPatch)
         def lost(plan: Plan) -> None:
             raise RuntimeError("device lost")
 
-        monkeypatch.setattr(llm.worker, "forward", lost)
+        monkeypatch.setattr(llm.worker, "copy", lost)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="device lost"):
                 llm.generate([5, 6, 7], GREEDY, progress=False)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from ropeway.devices.base import KVCache
+from ropeway.devices.base import Device, KVCache
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
 from ropeway.loading.open import open_checkpoint
@@ -16,7 +16,7 @@ from ropeway.models.registry import load_model
 from ropeway.parallel.communicator import SingleProcess
 from ropeway.plan import Plan, Result, Seat
 from ropeway.request import SamplingParams
-from tests.support.devices import DEVICES, device
+from tests.support.devices import DEVICES, device, lazy_device
 from tests.support.tiny_models import tiny_checkpoint
 
 BLOCKS, BLOCK_SIZE, HOST_BLOCKS = 8, 4, 6
@@ -52,12 +52,12 @@ def plan(
     )
 
 
-def seat(slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> Seat:
+def seat(slot: int, tokens: Sequence[int], blocks: Sequence[int] = (), logprobs: int | None = None) -> Seat:
     return Seat(
         slot=slot,
         token_ids=np.array(tokens, dtype=np.int32),
         prompt_tokens=len(PROMPT),
-        params=SamplingParams(temperature=0.0),
+        params=SamplingParams(temperature=0.0, logprobs=logprobs),
         seed=1,
         end_ids=(),
         blocks=np.array(blocks, dtype=np.int32),
@@ -65,15 +65,24 @@ def seat(slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> Seat:
 
 
 class Bench:
-    def __init__(self, name: str, host_blocks: int = HOST_BLOCKS) -> None:
+    def __init__(self, name: str, host_blocks: int = HOST_BLOCKS, make: Callable[[str], Device] = device) -> None:
         checkpoint = open_checkpoint(tiny_checkpoint("llama"))
-        chosen = device(name)
+        chosen = make(name)
         model = load_model(checkpoint, chosen, SingleProcess(), dtype="fp32", max_model_len=32)
         shape = (model.num_kv_heads, model.head_dim, BLOCK_SIZE)
         self.cache: KVCache = chosen.kv_cache(model.num_layers, BLOCKS, *shape, "fp32")
         block_bytes = chosen.kv_block_bytes(model.num_layers, *shape, "fp32")
         self.host = chosen.host_blocks(host_blocks, block_bytes) if host_blocks else None
-        worker = Worker(chosen, model, self.cache, max_num_seqs=2, max_model_len=32, vocab_size=160, host=self.host)
+        worker = Worker(
+            chosen,
+            model,
+            self.cache,
+            max_num_seqs=2,
+            max_step_tokens=16,
+            max_model_len=32,
+            vocab_size=160,
+            host=self.host,
+        )
         self.executor = LocalExecutor(worker)
 
     def run(self, plan: Plan) -> Result:
@@ -129,6 +138,70 @@ def test_a_block_copied_to_the_host_may_be_overwritten_by_the_same_plan(name: st
     )
     again = seat(0, [*PROMPT, *token.tolist()], blocks=[5, 6, 7])
     assert bench.run(plan(4, [(0, len(PROMPT), 1, [])], seats=[again])).token_ids.tolist() == want.tolist()
+
+
+@every_device
+def test_a_slot_may_change_hands_while_a_step_of_its_last_owner_is_still_queued(name: str) -> None:
+    other = PROMPT[::-1]
+    first = plan(1, [(0, 0, len(PROMPT), [0, 1, 2])], seats=[seat(0, PROMPT)])
+    extra = plan(2, [(0, len(PROMPT), 1, [])])  # its token would land in the middle of the next owner's prompt
+    second = plan(3, [(0, 0, len(other) + 2, [3, 4, 5])], seats=[seat(0, [*other, 6, 9])])
+    bench = Bench(name)
+    want = [bench.run(each).token_ids.tolist() for each in (first, extra, second)]
+
+    bench = Bench(name, make=lazy_device)
+    works = []
+    for each in (first, extra, second):
+        works.append(bench.executor.forward(each))
+        works[-1].sample()
+    assert [work.result().token_ids.tolist() for work in works] == want
+
+
+@pytest.mark.parametrize("without", ["prepare_step", "capture"])
+def test_a_step_made_ready_has_the_bits_of_one_computed_kernel_by_kernel(
+    without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [*PROMPT, *PROMPT[:3]]
+    first = plan(
+        1,
+        [(0, 0, len(PROMPT), [0, 1, 2]), (1, 0, 6, [3, 4])],
+        seats=[seat(0, PROMPT, logprobs=3), seat(1, other)],
+    )
+    first.samples[1] = False  # the rest of its prompt comes with the next step
+    steps = [
+        first,
+        plan(2, [(0, len(PROMPT), 1, []), (1, 6, 7, [5, 6])]),
+        plan(3, [(1, 13, 1, []), (0, len(PROMPT) + 1, 1, [])]),
+    ]
+    ready = Bench("cpu")
+    got = [ready.run(step) for step in steps]
+    monkeypatch.setattr(type(device("cpu")), without, lambda *_: None)
+    plain = Bench("cpu")
+    want = [plain.run(step) for step in steps]
+    assert [result.token_ids.tolist() for result in got] == [result.token_ids.tolist() for result in want]
+    for a, b in zip(got, want, strict=True):
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        for name in ("row", "chosen", "top_ids", "top"):
+            assert np.array_equal(getattr(a.logprobs, name), getattr(b.logprobs, name))
+    assert np.array_equal(ready.cache.data, plain.cache.data)  # type: ignore[attr-defined]
+
+
+def test_a_step_of_more_tokens_than_the_worker_was_made_for_is_an_error() -> None:
+    bench = Bench("cpu")
+    long = (PROMPT * 2)[:17]
+    with pytest.raises(ValueError, match="17 rows needs an arena of"):
+        bench.run(plan(1, [(0, 0, 17, [0, 1, 2, 3, 4])], seats=[seat(0, long)]))
+
+
+@every_device
+def test_a_failed_forward_is_told_by_its_result_and_the_next_step_is_computed(name: str) -> None:
+    bench = Bench(name, host_blocks=0)
+    first = plan(1, [(0, 0, len(PROMPT), [0, 1, 2])], seats=[seat(0, PROMPT)])
+    want = bench.run(first).token_ids.tolist()
+    with pytest.raises(RuntimeError, match="no host memory"):
+        bench.run(plan(2, [(0, len(PROMPT), 1, [])], to_host=[(0, 0)]))
+    assert bench.run(plan(3, [(1, 0, len(PROMPT), [3, 4, 5])], seats=[seat(1, PROMPT)])).token_ids.tolist() == want
 
 
 def test_copies_without_host_memory_fail_the_step() -> None:

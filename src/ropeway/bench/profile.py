@@ -1,7 +1,8 @@
 """Where the time of a decode step goes: every kernel call under a stopwatch, on the device's own stream.
 
 A device's kernels and stream are wrapped before the model is loaded, so the profiled run is the production loop
-with two clock readings more per call (about a tenth of a microsecond each).
+with two clock readings more per call (about a tenth of a microsecond each). Where the device captured the model, its
+programs read the clock once per operation, and are asked after every step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ropeway.devices.base import (
     Stream,
     Weight,
 )
+from ropeway.devices.programs import OperationTime, PreparedSample, PreparedStep, Program
 from ropeway.engine.assembly import make_device
 from ropeway.errors import ConfigError
 from ropeway.models.model import Model
@@ -37,7 +39,7 @@ from ropeway.models.model import Model
 T = TypeVar("T")
 
 _WARM_UP_STEPS = 3
-PYTHON = "python"
+HOST = "host"
 """The part's name for what a step spends outside kernels."""
 
 
@@ -70,6 +72,8 @@ class StepProfile:
     """Device time of a step, forward and sampling."""
     idle_us: float
     """Between the begin of a step and that of the next, the device had nothing to do for so long; the median."""
+    host_share: float
+    """Of the time from a step's begin to the next one's, what is not spent in kernels."""
     parts: list[Part]
     """Longest first."""
 
@@ -80,8 +84,16 @@ class _Step:
     tokens: int
     began_s: float
     busy_s: float = 0.0
+    asking_s: float = 0.0
+    """What it took to ask the programs, which no step does unprofiled."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    weight_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, kind: str, seconds: float, weight_bytes: int) -> None:
+        self.seconds[kind] += seconds
+        self.calls[kind] += 1
+        self.weight_bytes[kind] += weight_bytes
 
 
 class _Log:
@@ -92,19 +104,52 @@ class _Log:
         self.work_began_s = 0.0
         self.names: dict[int, str] = {}
         """id of a weight -> its place in the model."""
+        self.programs: list[Program] = []
 
     def open(self, rows: int, tokens: int) -> None:
         self.steps.append(_Step(rows, tokens, self.work_began_s))
 
-    def timed(self, kind: str, call: Callable[[], T]) -> T:
+    def timed(self, kind: str, call: Callable[[], T], weight_bytes: int = 0) -> T:
         began = time.perf_counter()
         result = call()
         seconds = time.perf_counter() - began
         if self.steps:
-            step = self.steps[-1]
-            step.seconds[kind] += seconds
-            step.calls[kind] += 1
+            self.steps[-1].add(kind, seconds, weight_bytes)
         return result
+
+    def ask_programs(self) -> None:
+        """Note what their operations took since this was asked before."""
+        began = time.perf_counter()
+        step = self.steps[-1]
+        for program in self.programs:
+            for operation in program.operation_times():
+                if operation.seconds:
+                    read = sum(weight.nbytes for weight in operation.weights)
+                    step.add(self._kind(operation), operation.seconds, 0 if operation.kind == "gather" else read)
+            program.time_operations(True)
+        step.asking_s += time.perf_counter() - began
+
+    def _kind(self, operation: OperationTime) -> str:
+        if operation.kind in _KINDS or not operation.weights:
+            return _KINDS.get(operation.kind, operation.kind)
+        return f"{operation.kind} {_joined([self.names.get(id(weight), '?') for weight in operation.weights])}"
+
+
+_KINDS = {
+    "gather": "embedding",
+    "rms_norm": "norm",
+    "add_rms_norm": "add + norm",
+    "silu_and_mul": "silu and mul",
+    "write_kv": "write kv",
+}
+"""Parts of programs that have the names of the same kernels called one by one."""
+
+
+def _joined(names: list[str]) -> str:
+    """layers.attention.q, layers.attention.k -> layers.attention.q, k."""
+    first, *others = names
+    prefix = first[: first.rfind(".") + 1]
+    return ", ".join((first, *(name.removeprefix(prefix) for name in others)))
 
 
 class _ProfiledStream:
@@ -125,6 +170,7 @@ class _ProfiledStream:
         work()
         if self._log.steps:
             self._log.steps[-1].busy_s += time.perf_counter() - began
+            self._log.ask_programs()
 
 
 class _ProfiledKernels:
@@ -134,12 +180,21 @@ class _ProfiledKernels:
         self._kernels = kernels
         self._log = log
 
-    def gather(self, table: Weight, ids: Tensor) -> Tensor:
-        return self._log.timed("embedding", lambda: self._kernels.gather(table, ids))
+    def gather(self, table: Weight, ids: Tensor, first: int | None = None) -> Tensor:
+        return self._log.timed("embedding", lambda: self._kernels.gather(table, ids, first))
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self._log.timed("take", lambda: self._kernels.take(x, rows))
+
+    def read_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return self._log.timed("read tokens", lambda: self._kernels.read_tokens(tokens, slots, positions))
+
+    def write_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        self._log.timed("write tokens", lambda: self._kernels.write_tokens(tokens, slots, positions, ids))
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         name = self._log.names.get(id(weight), "?")
-        return self._log.timed(f"linear {name}", lambda: self._kernels.linear(x, weight, bias))
+        return self._log.timed(f"linear {name}", lambda: self._kernels.linear(x, weight, bias), weight.nbytes)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._log.timed("norm", lambda: self._kernels.rms_norm(x, weight, eps))
@@ -169,6 +224,48 @@ class _ProfiledKernels:
         return self._log.timed("sample", lambda: self._kernels.sample(logits, inputs))
 
 
+class _ProfiledStep:
+    """Implements ``PreparedStep``: opens a step when it runs."""
+
+    def __init__(self, step: PreparedStep, rows: int, tokens: int, log: _Log) -> None:
+        self._step = step
+        self._size = rows, tokens
+        self._log = log
+
+    @property
+    def logits(self) -> Tensor | None:
+        return self._step.logits
+
+    def run(self) -> None:
+        self._log.open(*self._size)
+        self._step.run()
+
+    def prepare_sample(self, inputs: SampleInputs, vocab_size: int) -> PreparedSample:
+        return _ProfiledSample(self._step.prepare_sample(inputs, vocab_size), self, self._log)
+
+    def times(self) -> dict[str, float]:
+        return self._step.times()
+
+
+class _ProfiledSample:
+    """Implements ``PreparedSample``; asks the step before it for what it did outside of its programs."""
+
+    def __init__(self, sample: PreparedSample, step: _ProfiledStep, log: _Log) -> None:
+        self._sample = sample
+        self._step = step
+        self._log = log
+
+    @property
+    def sampled(self) -> Sampled:
+        return self._sample.sampled
+
+    def run(self) -> None:
+        self._log.timed("sample", self._sample.run)
+        for kind, seconds in self._step.times().items():
+            if seconds:
+                self._log.steps[-1].add(kind.replace("_", " "), seconds, 0)
+
+
 def profile_step(config: Config, *, batch: int, context: int, steps: int = 32) -> StepProfile:
     """Profile ``steps`` decode steps of ``batch`` requests with prompts of ``context - steps / 2`` tokens.
 
@@ -181,13 +278,30 @@ def profile_step(config: Config, *, batch: int, context: int, steps: int = 32) -
     log = _Log()
     device: Device = make_device(config.engine)
     device.kernels = _ProfiledKernels(device.kernels, log)
+    prepare = device.prepare_step
+
+    def prepare_step(
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        step = prepare(forward, logits, cache, tokens, slots, shape, sampled)
+        return None if step is None else _ProfiledStep(step, len(shape.kv_lengths), len(slots), log)
+
+    device.prepare_step = prepare_step  # type: ignore[method-assign]
     device.stream = _ProfiledStream(device.stream, log)
     # While the last prompts are computed in chunks, the first requests decode already.
     chunks = -(-batch * prompt // (config.scheduler.max_batched_tokens - batch + 1))
     output_tokens = steps + _WARM_UP_STEPS + chunks
     with Driver(config, device=device) as driver:
-        weights = _weights_of(driver.worker.model)
-        log.names = {id(weight): name for name, found in weights.items() for weight in found}
+        log.names = _names_of(driver.worker.model)
+        log.programs = driver.worker.programs
+        for program in log.programs:
+            program.time_operations(True)
         driver.run([WorkloadRequest(prompt, output_tokens)] * batch)
     decodes = [
         (a, b) for a, b in zip(log.steps, log.steps[1:], strict=False) if _decodes(a, batch) and _decodes(b, batch)
@@ -195,16 +309,19 @@ def profile_step(config: Config, *, batch: int, context: int, steps: int = 32) -
     pairs = decodes[_WARM_UP_STEPS:][:steps]
     if not pairs:
         raise ConfigError(f"no step had all of the {batch} requests decoding; ask for more steps")
-    idle_s = statistics.median(after.began_s - step.began_s - step.busy_s for step, after in pairs)
+    idle_s = statistics.median(after.began_s - step.began_s - step.busy_s - step.asking_s for step, after in pairs)
     fast = sorted((step for step, _ in pairs), key=lambda step: step.busy_s)[: -(-len(pairs) // 2)]
-    sizes = {f"linear {name}": sum(weight.nbytes for weight in found) for name, found in weights.items()}
+    step_s = statistics.fmean(step.busy_s for step in fast)
+    parts = _parts(fast)
+    host_us = next(part.us for part in parts if part.kind == HOST)
     return StepProfile(
         batch=batch,
         context=context,
         steps=len(pairs),
-        step_us=1e6 * statistics.fmean(step.busy_s for step in fast),
+        step_us=1e6 * step_s,
         idle_us=1e6 * idle_s,
-        parts=_parts(fast, sizes),
+        host_share=(1e-6 * host_us + idle_s) / (step_s + idle_s),
+        parts=parts,
     )
 
 
@@ -212,12 +329,12 @@ def _decodes(step: _Step, batch: int) -> bool:
     return step.rows == step.tokens == batch
 
 
-def _parts(steps: list[_Step], sizes: dict[str, int]) -> list[Part]:
+def _parts(steps: list[_Step]) -> list[Part]:
     busy_s = statistics.fmean(step.busy_s for step in steps)
-    calls = dict(steps[0].calls)
+    calls, sizes = dict(steps[0].calls), steps[0].weight_bytes
     seconds = {kind: statistics.fmean(step.seconds[kind] for step in steps) for kind in calls}
-    calls[PYTHON] = sum(calls.values())
-    seconds[PYTHON] = busy_s - sum(seconds.values())
+    calls[HOST] = 1
+    seconds[HOST] = busy_s - sum(seconds.values())
     parts = [
         Part(
             kind=kind,
@@ -232,9 +349,9 @@ def _parts(steps: list[_Step], sizes: dict[str, int]) -> list[Part]:
     return sorted(parts, key=lambda part: -part.us)
 
 
-def _weights_of(model: Model) -> dict[str, list[Weight]]:
-    """Every packed matrix by its place in the model, the layers' numbers left out: ``layers.attention.q``."""
-    found: dict[str, list[Weight]] = defaultdict(list)
+def _names_of(model: Model) -> dict[int, str]:
+    """Every packed matrix's place in the model by its id, the layers' numbers left out: ``layers.attention.q``."""
+    found: dict[int, str] = {}
     seen: set[int] = set()
 
     def walk(thing: Any, path: tuple[str, ...]) -> None:
@@ -245,11 +362,11 @@ def _weights_of(model: Model) -> dict[str, list[Weight]]:
             for item in thing:
                 walk(item, path)
         elif hasattr(thing, "layout") and hasattr(thing, "nbytes"):
-            found[".".join(path[:-1])].append(thing)
+            found[id(thing)] = ".".join(path[:-1])
         elif type(thing).__module__.startswith("ropeway.models.") and hasattr(thing, "__dict__"):
             for name, part in vars(thing).items():
                 walk(part, (*path, name.lstrip("_")))
 
     walk(model.head, ("head",))
     walk(model, ())
-    return dict(found)
+    return found

@@ -14,7 +14,7 @@ for int8 and 127 * 256 for int16, whose codes are 256 * high + low with both dig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropeway.devices.memory import Memory
+from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 
 Layout = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 KVDtype = Literal["fp32", "bf16"]
@@ -193,12 +194,26 @@ class KVCache(Protocol):
 
 
 class Kernels(Protocol):
-    """Pure functions: they read their arguments and return new tensors; only ``write_kv`` writes, to the
-    cache. x is float32 and contiguous, [tokens, features] unless said otherwise. Empty batches are allowed.
+    """Pure functions: they read their arguments and return new tensors; only ``write_kv`` and ``write_tokens`` write,
+    to what they are given. x is float32 and contiguous, [tokens, features] unless said otherwise. Empty batches are
+    allowed.
     """
 
-    def gather(self, table: Weight, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (int32 [t]) of an [n, k] table of any layout -> float32 [t, k]."""
+    def gather(self, table: Weight, ids: Tensor, first: int | None = None) -> Tensor:
+        """Rows ``ids`` (int32 [t]) of an [n, k] table of any layout -> float32 [t, k]. With ``first``, the table is the
+        part of a larger one that begins with row ``first``, and rows of other parts are zeros."""
+        ...
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows ``rows`` (int32 [s]) of x [t, k] -> [s, k]."""
+        ...
+
+    def read_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """``tokens[slots[i], positions[i]]`` for every i; all int32."""
+        ...
+
+    def write_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """Set ``tokens[slots[i], positions[i]]`` to ``ids[i]``; all int32, each place at most once."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -300,6 +315,32 @@ class Device(Protocol):
         self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
     ) -> KVCache:
         """Storage for keys and values; raises ``OutOfMemory``."""
+        ...
+
+    def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program | None:
+        """Record ``function`` as a program, by calling it once as ``function(*handles, plan)``: one handle per input,
+        and what stands for the plan. It may call this device's kernels and a model's collectives on them, and nothing
+        else. Caches and weights that it names are part of the program. None: the device records nothing, and a caller
+        calls the function at every step.
+
+        Raises ``Unsupported`` for an operation that is not recorded, ``OutOfMemory`` for the arena."""
+        ...
+
+    def prepare_step(
+        self,
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        """Check and lay out now what the stream is to do later: read the ids of the step's tokens (``tokens[slots,
+        positions]``), plan attention, replay ``forward`` (inputs: ids, positions) and, on rows ``sampled`` (int32 [s],
+        increasing) of what it gives, ``logits``. None: the device can't, and a caller does it kernel by kernel.
+
+        Raises ``ValueError`` for columns that do not fit together."""
         ...
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from ropeway.devices.base import (
     Weight,
 )
 from ropeway.devices.memory import Memory, host_memory
+from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 from ropeway.devices.reference_sampling import sample
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import OutOfMemory
@@ -149,8 +151,21 @@ class ReferenceAttentionPlan:
 class ReferenceKernels:
     """See ``devices.base.Kernels``."""
 
-    def gather(self, table: Weight, ids: Tensor) -> Tensor:
-        return _own(table).rows(ids.long()).dequantize()
+    def gather(self, table: Weight, ids: Tensor, first: int | None = None) -> Tensor:
+        if first is None:
+            return _own(table).rows(ids.long()).dequantize()
+        local = ids.long() - first
+        mine = (local >= 0) & (local < table.shape[0])
+        return self.gather(table, torch.where(mine, local, 0)).masked_fill(~mine[:, None], 0.0)
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows.long()]
+
+    def read_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return tokens[slots, positions]
+
+    def write_tokens(self, tokens: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        tokens[slots, positions] = ids
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         weight = _own(weight)
@@ -320,6 +335,21 @@ class ReferenceDevice:
             for _ in range(2)
         )
         return ReferenceKVCache(keys, values, num_blocks, block_size)
+
+    def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program | None:
+        return None
+
+    def prepare_step(
+        self,
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        return None
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
         return pages.host_blocks(count, block_bytes)

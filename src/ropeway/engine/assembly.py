@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ropeway.cache.pool import BlockPool
-from ropeway.config import CacheConfig, Config, EngineConfig
+from ropeway.config import CacheConfig, Config, EngineConfig, SchedulerConfig
 from ropeway.devices.base import Device, KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
@@ -126,6 +126,7 @@ def assemble(
             model,
             pool,
             max_num_seqs=config.scheduler.max_num_seqs,
+            max_step_tokens=step_tokens(config.scheduler, context),
             max_model_len=context,
             vocab_size=vocab,
             host=memory.blocks,
@@ -179,6 +180,12 @@ def kv_dtype(config: CacheConfig, model: Model) -> KVDtype:
     if config.kv_dtype != "auto":
         return config.kv_dtype
     return "fp32" if model.dtype == "fp32" else "bf16"
+
+
+def step_tokens(config: SchedulerConfig, context: int) -> int:
+    """The most tokens of a step. Without chunked prefill, a prompt that exceeds the budget goes whole, beside the
+    others' tokens."""
+    return config.max_batched_tokens + (0 if config.chunked_prefill else context)
 
 
 def pool_blocks(config: Config, device: Device, model: Model, context: int) -> int:

@@ -16,11 +16,12 @@ from ropeway.plan import Ints, Plan
 class Batch:
     """One step's tokens, row after row."""
 
-    ids: Tensor
-    """int32 [tokens], gathered on the device: a sampled token need not have reached the host."""
+    slot_of_token: Tensor
+    """int32 [tokens]: with their positions, where the device finds their ids; a sampled one need not have reached the
+    host."""
     shape: StepShape
     sampled: Tensor
-    """int64 [s]: index of the last token of every sampling row."""
+    """int32 [s]: index of the last token of every sampling row."""
     slots: Ints
     """int32 [s]: slots of the sampling rows."""
     lengths: Ints
@@ -46,6 +47,5 @@ def build_batch(plan: Plan, rows: Rows, device: Device, block_size: int) -> Batc
         kv_lengths=up(end),
         block_tables=up(rows.block_tables[plan.slot, :width]),
     )
-    ids = rows.tokens[up(slot_of), shape.positions]
     last = query_start[1:][plan.samples] - 1
-    return Batch(ids, shape, up(last.astype(np.int64)), plan.slot[plan.samples], end[plan.samples])
+    return Batch(up(slot_of), shape, up(last), plan.slot[plan.samples], end[plan.samples])

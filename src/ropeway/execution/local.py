@@ -12,24 +12,21 @@ class LocalWork:
 
     def __init__(self, worker: Worker, plan: Plan) -> None:
         self.plan = plan
-        self._worker = worker
-        self._result: Result | None = None
-        self._forward = worker.device.stream.submit(lambda: worker.forward(plan))
+        self._step = worker.begin(plan)
+        self._stream = worker.device.stream
+        self._forward = self._stream.submit(self._step.forward)
         self._sample: Event | None = None
 
     def sample(self) -> None:
-        self._sample = self._worker.device.stream.submit(self._run_sample)
+        self._step.prepare_sampling()
+        self._sample = self._stream.submit(self._step.sample)
 
     def result(self) -> Result:
         if self._sample is None:
             raise RuntimeError("the step has not been sampled")
         self._forward.wait()
         self._sample.wait()
-        assert self._result is not None
-        return self._result
-
-    def _run_sample(self) -> None:
-        self._result = self._worker.sample()
+        return self._step.result()
 
 
 class LocalExecutor:

@@ -1,4 +1,9 @@
-"""One device with its part of the model: runs plans. Called on the device's stream, in plan order."""
+"""One device with its part of the model: runs plans.
+
+A step has two halves. What follows from its plan alone (positions, block tables, sampling parameters) is made on the
+thread that submits it, while the device still computes the step before. What the device does is submitted to its
+stream: there it is a few native calls where the device captured the model, and the model's own Python where it did not.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,10 @@ import time
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ropeway.devices.base import Device, KVCache, Sampled
+from ropeway.devices.base import AttentionPlan, Device, KVCache, Sampled, SampleInputs
+from ropeway.devices.programs import PreparedSample, PreparedStep, Program, ProgramInput
 from ropeway.execution.batch import Batch, build_batch
 from ropeway.execution.rows import Rows
 from ropeway.models.model import Model
@@ -16,10 +23,11 @@ from ropeway.outcome import LogprobColumns
 from ropeway.plan import Plan, Result
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
+_INTS = ProgramInput()
 
 
 class Worker:
-    """Holds the rows, the KV cache and the step between its forward and its sampling."""
+    """Holds the rows, the KV cache and the model, captured where the device can."""
 
     def __init__(
         self,
@@ -28,52 +36,53 @@ class Worker:
         cache: KVCache,
         *,
         max_num_seqs: int,
+        max_step_tokens: int,
         max_model_len: int,
         vocab_size: int,
         host: NDArray[np.uint8] | None = None,
     ) -> None:
         """``vocab_size``: ids from here on are never sampled, though the model may have logits for them. ``host``:
-        uint8 [host blocks, block bytes], where plans copy blocks to and from."""
+        uint8 [host blocks, block bytes], where plans copy blocks to and from. Raises ``OutOfMemory`` where there is no
+        room for the activations of ``max_step_tokens``."""
         self.device = device
         self.model = model
         self.cache = cache
         self.vocab_size = vocab_size
         self.host = host
         self.rows = Rows(device, max_num_seqs, max_model_len, cache.block_size)
-        self._batch: Batch | None = None
-        self._hidden: torch.Tensor | None = None
-        self._copy_s = self._forward_s = 0.0
+        self.forward_program = device.capture(
+            lambda ids, positions, plan: model.forward(ids, positions, cache, plan),
+            (_INTS, _INTS),
+            max_step_tokens,
+        )
+        self.logits_program = device.capture(
+            lambda hidden, _: model.logits(hidden), (ProgramInput(model.spec.hidden_size),), max_num_seqs
+        )
 
-    @torch.inference_mode()
-    def forward(self, plan: Plan) -> None:
-        """Copy the plan's blocks, to the host first; then compute its positions: their keys and values, and the hidden
-        states of its sampling rows.
+    @property
+    def programs(self) -> list[Program]:
+        """What the device captured of the model."""
+        return [program for program in (self.forward_program, self.logits_program) if program is not None]
 
-        Raises ``RuntimeError`` for copies without host memory."""
-        self._batch = self._hidden = None
-        began = time.perf_counter()
-        self._copy(plan)
-        copied = time.perf_counter()
+    def begin(self, plan: Plan) -> Step:
+        """Take over a plan's seats and blocks, and make its batch. Called in plan order."""
         self.rows.apply(plan)
-        if len(plan.slot):
-            self._compute(plan)
-        self._copy_s, self._forward_s = copied - began, time.perf_counter() - copied
+        if not len(plan.slot):
+            return Step(self, plan, None, None)
+        batch = build_batch(plan, self.rows, self.device, self.cache.block_size)
+        return Step(self, plan, batch, self._prepare(batch))
 
-    @torch.inference_mode()
-    def sample(self) -> Result:
-        """Sample the step whose forward ran last, append the tokens to their rows, bring them to the host."""
-        batch, hidden = self._batch, self._hidden
-        if batch is None or hidden is None:
-            return Result(_NO_TOKENS, elapsed_s=self._forward_s, copy_s=self._copy_s)
-        began = time.perf_counter()
-        logits = self.model.logits(hidden)[:, : self.vocab_size]
-        inputs = self.rows.sample_inputs(batch.slots, batch.lengths)
-        sampled = self.device.kernels.sample(logits, inputs)
-        self.rows.tokens[inputs.slots, inputs.lengths] = sampled.token_ids
-        token_ids, logprobs = self.device.download(sampled.token_ids), self._logprobs(sampled, batch)
-        return Result(token_ids, logprobs, self._forward_s + time.perf_counter() - began, self._copy_s)
+    def _prepare(self, batch: Batch) -> PreparedStep | None:
+        forward, logits = self.forward_program, self.logits_program
+        if forward is None or logits is None:
+            return None
+        tokens = self.rows.tokens
+        return self.device.prepare_step(
+            forward, logits, self.cache, tokens, batch.slot_of_token, batch.shape, batch.sampled
+        )
 
-    def _copy(self, plan: Plan) -> None:
+    def copy(self, plan: Plan) -> None:
+        """Copy the plan's blocks, to the host first. Raises ``RuntimeError`` for copies without host memory."""
         if not len(plan.to_host) and not len(plan.to_device):
             return
         if self.host is None:
@@ -83,19 +92,104 @@ class Worker:
         if len(plan.to_device):
             self.cache.to_device(plan.to_device[:, 0], self.host, plan.to_device[:, 1])
 
-    def _compute(self, plan: Plan) -> None:
-        batch = build_batch(plan, self.rows, self.device, self.cache.block_size)
-        attention = self.device.kernels.plan_attention(self.cache, batch.shape)
-        hidden = self.model.forward(batch.ids, batch.shape.positions, self.cache, attention)
-        if len(batch.slots):
-            self._batch = batch
-            self._hidden = hidden if len(batch.slots) == len(hidden) else hidden[batch.sampled]
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Tensor | None:
+        """Keys and values of all positions, and the logits of the sampling rows, if there are any: float32
+        [s, vocabulary], valid until the next step."""
+        kernels = self.device.kernels
+        plan = kernels.plan_attention(self.cache, batch.shape)
+        ids = kernels.read_tokens(self.rows.tokens, batch.slot_of_token, batch.shape.positions)
+        hidden = self._forward(ids, batch.shape.positions, plan)
+        if not len(batch.slots):
+            return None
+        if len(batch.slots) != len(hidden):
+            hidden = kernels.take(hidden, batch.sampled)
+        return self._logits(hidden)[:, : self.vocab_size]
 
-    def _logprobs(self, sampled: Sampled, batch: Batch) -> LogprobColumns | None:
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
+        """Choose a token for every sampling row, and append it to its row."""
+        kernels = self.device.kernels
+        sampled = kernels.sample(logits, inputs)
+        kernels.write_tokens(self.rows.tokens, inputs.slots, inputs.lengths, sampled.token_ids)
+        return sampled
+
+    def _forward(self, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        if self.forward_program is not None:
+            return self.forward_program.run(ids, positions, plan=plan)
+        return self.model.forward(ids, positions, self.cache, plan)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self.logits_program is not None:
+            return self.logits_program.run(hidden)
+        return self.model.logits(hidden)
+
+
+class Step:
+    """One plan on its way. ``forward`` and ``sample`` run on the device's stream, in plan order, each once; the others
+    where the step is submitted."""
+
+    def __init__(self, worker: Worker, plan: Plan, batch: Batch | None, prepared: PreparedStep | None) -> None:
+        self.plan = plan
+        self._worker = worker
+        self._batch = batch
+        self._prepared = prepared
+        self._prepared_sample: PreparedSample | None = None
+        self._logits: Tensor | None = None
+        self._inputs: SampleInputs | None = None
+        self._sampled: Sampled | None = None
+        self._copy_s = self._device_s = 0.0
+
+    def forward(self) -> None:
+        """Copy the plan's blocks; then write the tokens of those who take a seat, and compute."""
+        began = time.perf_counter()
+        self._worker.copy(self.plan)
+        copied = time.perf_counter()
+        self._worker.rows.write_prompts(self.plan.seats)
+        if self._prepared is not None:
+            self._prepared.run()
+            self._logits = self._prepared.logits
+        elif self._batch is not None:
+            self._logits = self._worker.compute(self._batch)
+        self._copy_s, self._device_s = copied - began, time.perf_counter() - copied
+
+    def prepare_sampling(self) -> None:
+        """Gather the sampling parameters of the step's rows, from what is known now."""
+        batch = self._batch
+        if batch is None or not len(batch.slots):
+            return
+        self._inputs = self._worker.rows.sample_inputs(batch.slots, batch.lengths)
+        if self._prepared is not None:
+            self._prepared_sample = self._prepared.prepare_sample(self._inputs, self._worker.vocab_size)
+
+    def sample(self) -> None:
+        """Choose the tokens and append them to their rows; nothing where the forward failed."""
+        logits, inputs = self._logits, self._inputs
+        if logits is None or inputs is None:
+            return
+        began = time.perf_counter()
+        if self._prepared_sample is not None:
+            self._prepared_sample.run()
+            self._sampled = self._prepared_sample.sampled
+        else:
+            self._sampled = self._worker.sample(logits, inputs)
+        self._logits = None
+        self._device_s += time.perf_counter() - began
+
+    def result(self) -> Result:
+        """What was sampled, on the host; after ``sample``."""
+        sampled, batch = self._sampled, self._batch
+        if sampled is None or batch is None:
+            return Result(_NO_TOKENS, elapsed_s=self._device_s, copy_s=self._copy_s)
+        token_ids = self._worker.device.download(sampled.token_ids)
+        return Result(token_ids, self._logprobs(sampled), self._device_s, self._copy_s)
+
+    def _logprobs(self, sampled: Sampled) -> LogprobColumns | None:
         if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
             return None
-        row = np.flatnonzero(self.rows.top_logprobs[batch.slots] >= 0).astype(np.int32)
-        down = self.device.download
+        assert self._inputs is not None
+        down = self._worker.device.download
+        row = np.flatnonzero(down(self._inputs.top_logprobs) >= 0).astype(np.int32)
         return LogprobColumns(
             row=row,
             chosen=down(sampled.logprobs)[row],

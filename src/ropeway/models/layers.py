@@ -6,7 +6,6 @@ second ones by input features, so that a block needs one sum over ranks at its e
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ropeway.devices.base import AttentionPlan, KVCache, Weight
@@ -55,10 +54,7 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         if self._communicator.size == 1:
             return self._kernels.gather(self.table, ids)
-        local = ids - self._first
-        mine = (local >= 0) & (local < self.table.shape[0])
-        vectors = self._kernels.gather(self.table, torch.where(mine, local, 0))
-        return self._communicator.all_reduce(vectors.masked_fill(~mine[:, None], 0.0))
+        return self._communicator.all_reduce(self._kernels.gather(self.table, ids, self._first))
 
 
 class Head:

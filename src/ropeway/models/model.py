@@ -12,7 +12,10 @@ from ropeway.models.spec import DecoderSpec
 
 
 class Model(Protocol):
-    """One rank's part of a decoder, its weights packed for one device."""
+    """One rank's part of a decoder, its weights packed for one device.
+
+    ``forward`` and ``logits`` call the device's kernels and the communicator's collectives, and do nothing else with
+    tensors but view them: a device may record them (``Device.capture``)."""
 
     @property
     def spec(self) -> DecoderSpec: ...

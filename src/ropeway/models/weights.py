@@ -17,7 +17,7 @@ from torch import Tensor
 from ropeway.devices.base import DenseTensor, Device, GroupedTensor, HostTensor, Kernels, Layout, Weight
 from ropeway.errors import ConfigError, LoadError
 from ropeway.loading.checkpoint import Checkpoint
-from ropeway.parallel.communicator import Communicator
+from ropeway.parallel.communicator import Communicator, Recordable
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Weights:
     ) -> None:
         """``dtype``: what unquantised matrices are converted to; auto leaves each as the file has it."""
         self.device = device
-        self.communicator = communicator
+        self.communicator: Communicator = Recordable(communicator)
         self.nbytes = 0
         """Packed size of everything taken so far."""
         self._layouts: Counter[Layout] = Counter()

@@ -20,7 +20,9 @@ class PackedMatrix:
     def place(self, data: int, scales: int, minimums: int) -> None: ...
 
 def pack(context: Context, matrix: PackedMatrix, values: int, row_stride: int, scales: int, minimums: int) -> None: ...
-def gather(context: Context, matrix: PackedMatrix, ids: int, count: int, out: int, /) -> None: ...
+def gather(
+    context: Context, matrix: PackedMatrix, ids: int, count: int, out: int, first: int, part: bool, /
+) -> None: ...
 def linear(
     context: Context,
     x: int,
@@ -126,3 +128,99 @@ def sample(
     top: int,
     /,
 ) -> None: ...
+
+# -- rows (bindings/rows.cpp)
+
+def read_tokens(
+    tokens: int, slots: int, positions: int, stride: int, slot: int, position: int, count: int, out: int, /
+) -> None: ...
+def write_tokens(
+    tokens: int, slots: int, positions: int, stride: int, slot: int, position: int, count: int, values: int, /
+) -> None: ...
+def take(x: int, rows: int, size: int, index: int, count: int, out: int, /) -> None: ...
+
+# -- program (bindings/program.cpp); x, out, ... are bytes per row in the arena, or -1 - i for input i
+
+class Program:
+    def __init__(self, context: Context, row_bytes: int, inputs: int, /) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def nanoseconds(self) -> list[int]: ...
+    def gather(self, table: PackedMatrix, ids: int, out: int, first: int, part: bool, /) -> None: ...
+    def linear(
+        self,
+        x: int,
+        parts: list[tuple[PackedMatrix, int, int]],
+        residual: int | None,
+        gated: bool,
+        norm_weight: int,
+        norm_eps: float,
+    ) -> None: ...
+    def rms_norm(
+        self,
+        x: int,
+        residual: int | None,
+        weight: int,
+        out: int,
+        total: int | None,
+        heads: int,
+        size: int,
+        eps: float,
+    ) -> None: ...
+    def rope(
+        self,
+        x: int,
+        positions: int,
+        table: int,
+        out: int,
+        heads: int,
+        size: int,
+        rotated: int,
+        table_positions: int,
+        /,
+    ) -> None: ...
+    def silu_and_mul(self, gate: int, up: int, out: int, size: int, /) -> None: ...
+    def write_kv(self, cache: KVStorage, layer: int, k: int, v: int, /) -> None: ...
+    def attention(
+        self, cache: KVStorage, layer: int, q: int, out: int, heads: int, scale: float, window: int, /
+    ) -> None: ...
+    def run(
+        self,
+        begin: int,
+        end: int,
+        arena: int,
+        arena_bytes: int,
+        rows: int,
+        inputs: list[int],
+        plan: AttentionPlan | None,
+    ) -> None: ...
+    def set_timed(self, timed: bool, /) -> None: ...
+
+class Step:
+    def __init__(
+        self,
+        context: Context,
+        cache: KVStorage,
+        num_blocks: int,
+        tokens: int,
+        slots: int,
+        positions: int,
+        stride: int,
+        slot_of_token: int,
+        position_of_token: int,
+        query_start: int,
+        kv_lengths: int,
+        block_table: int,
+        rows: int,
+        count: int,
+        table_stride: int,
+        table_blocks: int,
+        forward: tuple[Program, int, int, int, int],
+        logits: tuple[Program, int, int, int, int],
+        sampled: int,
+        samples: int,
+    ) -> None: ...
+    @property
+    def nanoseconds(self) -> list[int]: ...
+    def run(self) -> None: ...

@@ -30,18 +30,8 @@ def plan_attention(context: _native.Context, cache: KVCache, shape: StepShape) -
 
     Raises ``ValueError`` where the step contradicts itself or names blocks the cache does not have."""
     assert isinstance(cache, CpuKVCache)
-    tokens, rows = shape.positions.shape[0], shape.kv_lengths.shape[0]
-    tables = shape.block_tables
-    for column in (shape.positions, shape.query_start, shape.kv_lengths):
-        if column.dtype != torch.int32 or not column.is_contiguous():
-            raise ValueError(f"a step's columns must be contiguous int32, not {column.dtype} {list(column.shape)}")
-    if shape.query_start.shape[0] != rows + 1 or tables.shape[0] != rows:
-        raise ValueError(
-            f"a step of {rows} rows needs query_start [{rows + 1}] and block_tables [{rows}, blocks], "
-            f"not {list(shape.query_start.shape)} and {list(tables.shape)}"
-        )
-    if tables.dtype != torch.int32 or (tables.shape[1] > 1 and rows > 0 and tables.stride(1) != 1):
-        raise ValueError(f"block_tables must be int32 rows, not {tables.dtype} with strides {list(tables.stride())}")
+    rows = check_shape(shape)
+    tokens, tables = shape.positions.shape[0], shape.block_tables
     native = _native.plan_attention(
         context,
         cache.native,
@@ -56,6 +46,22 @@ def plan_attention(context: _native.Context, cache: KVCache, shape: StepShape) -
         tables.shape[1],
     )
     return CpuAttentionPlan(native, tables, tokens, (tokens, cache.kv_heads, cache.head_dim))
+
+
+def check_shape(shape: StepShape) -> int:
+    """The number of rows; raises ``ValueError`` for columns that a kernel cannot read."""
+    rows, tables = shape.kv_lengths.shape[0], shape.block_tables
+    for column in (shape.positions, shape.query_start, shape.kv_lengths):
+        if column.dtype != torch.int32 or not column.is_contiguous():
+            raise ValueError(f"a step's columns must be contiguous int32, not {column.dtype} {list(column.shape)}")
+    if shape.query_start.shape[0] != rows + 1 or tables.shape[0] != rows:
+        raise ValueError(
+            f"a step of {rows} rows needs query_start [{rows + 1}] and block_tables [{rows}, blocks], "
+            f"not {list(shape.query_start.shape)} and {list(tables.shape)}"
+        )
+    if tables.dtype != torch.int32 or (tables.shape[1] > 1 and rows > 0 and tables.stride(1) != 1):
+        raise ValueError(f"block_tables must be int32 rows, not {tables.dtype} with strides {list(tables.stride())}")
+    return rows
 
 
 def write_kv(context: _native.Context, cache: KVCache, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ from ropeway.devices.base import (
     Kernels,
     KVCache,
     KVDtype,
+    StepShape,
     Stream,
     Weight,
 )
-from ropeway.devices.cpu import _native, kv, weights
+from ropeway.devices.cpu import _native, kv, program, weights
 from ropeway.devices.cpu.kernels import CpuKernels
+from ropeway.devices.cpu.step import CpuStep, unsegmented
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.processor import available_cores
+from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import ConfigError
 
@@ -87,6 +91,23 @@ class CpuDevice:
         self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
     ) -> KVCache:
         return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype)
+
+    def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program:
+        return program.capture(self._context, function, inputs, max_rows)
+
+    def prepare_step(
+        self,
+        forward: Program,
+        logits: Program,
+        cache: KVCache,
+        tokens: Tensor,
+        slots: Tensor,
+        shape: StepShape,
+        sampled: Tensor,
+    ) -> PreparedStep | None:
+        if not unsegmented(forward, logits):
+            return None
+        return CpuStep(self._context, forward, logits, cache, tokens, slots, shape, sampled)
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
         return pages.host_blocks(count, block_bytes)

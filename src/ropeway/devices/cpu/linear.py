@@ -80,13 +80,14 @@ def fused_linear(
     return outs
 
 
-def gather(context: _native.Context, table: Weight, ids: Tensor) -> Tensor:
-    """See ``devices.base.Kernels.gather``. Raises ``IndexError`` for an id outside the table."""
+def gather(context: _native.Context, table: Weight, ids: Tensor, first: int | None = None) -> Tensor:
+    """See ``devices.base.Kernels.gather``. Raises ``IndexError`` for an id outside a whole table."""
     assert isinstance(table, PackedWeight)
     if ids.dtype != torch.int32 or ids.ndim != 1 or not ids.is_contiguous():
         raise ValueError(f"ids must be contiguous int32 [t], not {ids.dtype} {tuple(ids.shape)}")
     out = torch.empty((ids.shape[0], table.shape[1]), dtype=torch.float32)
-    _native.gather(context, table.native, ids.data_ptr(), ids.shape[0], out.data_ptr())
+    part = first is not None
+    _native.gather(context, table.native, ids.data_ptr(), ids.shape[0], out.data_ptr(), first or 0, part)
     return out
 
 

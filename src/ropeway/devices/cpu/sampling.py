@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,49 +17,61 @@ def sample(context: _native.Context, logits: Tensor, inputs: SampleInputs) -> Sa
     token 0 is chosen. Rows that asked for no log-probabilities have NaN, and -1 for ids.
 
     Raises ``ValueError`` for arguments that do not fit together."""
-    rows, vocabulary = logits.shape
-    if logits.dtype != torch.float32 or vocabulary < 1 or (vocabulary > 1 and logits.stride(1) != 1):
-        raise ValueError(f"logits must be float32 [s, vocabulary], not {logits.dtype} {list(logits.shape)}")
-    _check(inputs, rows)
-    token_ids = torch.empty(rows, dtype=torch.int32)
-    most = int(inputs.top_logprobs.max()) if rows else -1
-    logprobs = top_ids = top_values = None
-    top = 0
-    if most >= 0:
-        top = min(most, vocabulary)
-        logprobs = torch.empty(rows, dtype=torch.float32)
-        top_ids = torch.empty((rows, top), dtype=torch.int32)
-        top_values = torch.empty((rows, top), dtype=torch.float32)
-    _native.sample(
-        context,
-        logits.data_ptr(),
-        rows,
-        vocabulary,
-        logits.stride(0),
-        inputs.temperature.data_ptr(),
-        inputs.top_k.data_ptr(),
-        inputs.top_p.data_ptr(),
-        inputs.min_p.data_ptr(),
-        inputs.repetition_penalty.data_ptr(),
-        inputs.presence_penalty.data_ptr(),
-        inputs.frequency_penalty.data_ptr(),
-        inputs.seeds.data_ptr(),
-        inputs.tokens.data_ptr(),
-        inputs.tokens.stride(0),
-        inputs.slots.data_ptr(),
-        inputs.prompt_lengths.data_ptr(),
-        inputs.lengths.data_ptr(),
-        inputs.bias_start.data_ptr(),
-        inputs.bias_ids.data_ptr(),
-        inputs.bias_values.data_ptr(),
-        inputs.top_logprobs.data_ptr(),
-        token_ids.data_ptr(),
-        _address(logprobs),
-        _address(top_ids),
-        _address(top_values),
-        top,
-    )
-    return Sampled(token_ids, logprobs, top_ids, top_values)
+    call = SampleCall(context, logits, inputs)
+    call.run()
+    return call.sampled
+
+
+class SampleCall:
+    """``sample``, its arguments checked and its results allocated now, to be run later, once."""
+
+    def __init__(self, context: _native.Context, logits: Tensor, inputs: SampleInputs) -> None:
+        self._kept = (logits, inputs)
+        rows, vocabulary = logits.shape
+        if logits.dtype != torch.float32 or vocabulary < 1 or (vocabulary > 1 and logits.stride(1) != 1):
+            raise ValueError(f"logits must be float32 [s, vocabulary], not {logits.dtype} {list(logits.shape)}")
+        _check(inputs, rows)
+        token_ids = torch.empty(rows, dtype=torch.int32)
+        most = int(inputs.top_logprobs.max()) if rows else -1
+        logprobs = top_ids = top_values = None
+        top = 0
+        if most >= 0:
+            top = min(most, vocabulary)
+            logprobs = torch.empty(rows, dtype=torch.float32)
+            top_ids = torch.empty((rows, top), dtype=torch.int32)
+            top_values = torch.empty((rows, top), dtype=torch.float32)
+        self.run = partial(
+            _native.sample,
+            context,
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            logits.stride(0),
+            inputs.temperature.data_ptr(),
+            inputs.top_k.data_ptr(),
+            inputs.top_p.data_ptr(),
+            inputs.min_p.data_ptr(),
+            inputs.repetition_penalty.data_ptr(),
+            inputs.presence_penalty.data_ptr(),
+            inputs.frequency_penalty.data_ptr(),
+            inputs.seeds.data_ptr(),
+            inputs.tokens.data_ptr(),
+            inputs.tokens.stride(0),
+            inputs.slots.data_ptr(),
+            inputs.prompt_lengths.data_ptr(),
+            inputs.lengths.data_ptr(),
+            inputs.bias_start.data_ptr(),
+            inputs.bias_ids.data_ptr(),
+            inputs.bias_values.data_ptr(),
+            inputs.top_logprobs.data_ptr(),
+            token_ids.data_ptr(),
+            _address(logprobs),
+            _address(top_ids),
+            _address(top_values),
+            top,
+        )
+        self.sampled = Sampled(token_ids, logprobs, top_ids, top_values)
+        """There once it has run."""
 
 
 def _check(inputs: SampleInputs, rows: int) -> None:
