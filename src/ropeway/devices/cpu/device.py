@@ -82,9 +82,16 @@ class CpuDevice:
         return kv.block_bytes(layers, kv_heads, head_dim, block_size, dtype)
 
     def kv_cache(
-        self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
+        self,
+        layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: KVDtype,
+        key_factors: Tensor | None = None,
     ) -> KVCache:
-        return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype)
+        return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype, key_factors)
 
     def host_blocks(self, count: int, block_bytes: int) -> NDArray[np.uint8]:
         return pages.host_blocks(count, block_bytes)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ropeway.devices.base import KVDtype
 from ropeway.devices.cpu import _native
 from ropeway.devices.memory import host_memory
 from ropeway.devices.pages import copy_pairs, mib, zeroed_pages
-from ropeway.errors import OutOfMemory
+from ropeway.errors import ConfigError, OutOfMemory
 
-_ELEMENT_BYTES: dict[KVDtype, int] = {"fp32": 4, "bf16": 2}
+_ELEMENT_DTYPES: dict[KVDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TILE = 16
+"""Positions whose keys lie together, channel by channel."""
 
 
 def block_bytes(layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
-    """Bytes of one block: keys and values of ``block_size`` positions in all layers."""
-    return 2 * layers * kv_heads * head_dim * block_size * _ELEMENT_BYTES[dtype]
+    """Bytes of one block: keys and values of ``block_size`` positions in all layers. Raises ``ConfigError``."""
+    if dtype not in _ELEMENT_DTYPES:
+        raise ConfigError(
+            f"the cpu device stores keys and values as {', '.join(_ELEMENT_DTYPES)}, not {dtype}", param="kv_dtype"
+        )
+    return 2 * layers * kv_heads * head_dim * block_size * _ELEMENT_DTYPES[dtype].itemsize
 
 
 class CpuKVCache:
@@ -33,6 +41,7 @@ class CpuKVCache:
         head_dim: int,
         block_size: int,
         dtype: KVDtype,
+        key_factors: Tensor | None = None,
     ) -> None:
         """Raises ``OutOfMemory`` where it needs more than is available or the system refuses, and ``ValueError``
         for a block size that is not a power of two."""
@@ -44,6 +53,7 @@ class CpuKVCache:
         self.head_dim = head_dim
         self.block_size = block_size
         self.dtype = dtype
+        self.key_factors = key_factors
         bytes_each = block_bytes(layers, kv_heads, head_dim, block_size, dtype)
         self.nbytes = num_blocks * bytes_each
         available = host_memory().available
@@ -54,6 +64,18 @@ class CpuKVCache:
             )
         self.data = zeroed_pages(self.nbytes, f"a KV pool of {num_blocks} blocks").reshape(num_blocks, bytes_each)
         self.native = _native.KVStorage(self.data.ctypes.data, layers, kv_heads, head_dim, block_size, dtype == "bf16")
+
+    def stored(self, layer: int, blocks: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        """See ``devices.base.KVCache``."""
+        dtype, size, d = _ELEMENT_DTYPES[self.dtype], self.block_size, self.head_dim
+        tile = min(_TILE, size)
+        data = torch.from_numpy(self.data.reshape(self.num_blocks, self.layers, self.kv_heads, -1)[blocks, layer])
+        keys, values = data.view(dtype).float().chunk(2, -1)
+        keys = keys.view(len(blocks), self.kv_heads, size // tile, d, tile).transpose(-1, -2)
+        return (
+            keys.reshape(-1, self.kv_heads, size, d).transpose(1, 2).reshape(-1, self.kv_heads, d),
+            values.view(-1, self.kv_heads, size, d).transpose(1, 2).reshape(-1, self.kv_heads, d),
+        )
 
     def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
         """See ``devices.base.KVCache``. Pairs are copied in their order, each in one piece."""
