@@ -83,7 +83,8 @@ def test_memory_for_less_than_a_block_names_the_least() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "model", "kept"), [("auto", "fp32", "fp32"), ("auto", "q8_0", "bf16"), ("fp32", "bf16", "fp32")]
+    ("asked", "model", "kept"),
+    [("auto", "fp32", "fp32"), ("auto", "q8_0", "bf16"), ("fp32", "bf16", "fp32"), ("int4", "bf16", "int4")],
 )
 def test_keys_and_values_are_kept_in_the_type_asked_for(asked: Any, model: str, kept: str) -> None:
     of_type = cast(Model, SimpleNamespace(dtype=model))

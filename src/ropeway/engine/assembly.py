@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ropeway.cache.pool import BlockPool
 from ropeway.config import CacheConfig, Config, EngineConfig
-from ropeway.devices.base import Device, KVDtype
+from ropeway.devices.base import FACTORED, Device, KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
 from ropeway.errors import OutOfMemory
+from ropeway.execution.calibration import key_factors
 from ropeway.execution.disk import DiskStore
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
@@ -111,7 +112,9 @@ def assemble(
             context = num_blocks * block_size
         vocab = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
         kept = kv_dtype(config.cache, model)
-        pool = device.kv_cache(model.num_layers, num_blocks, model.num_kv_heads, model.head_dim, block_size, kept)
+        factors = key_factors(model, device, context) if kept in FACTORED else None
+        sizes = (model.num_kv_heads, model.head_dim, block_size, kept)
+        pool = device.kv_cache(model.num_layers, num_blocks, *sizes, factors)
         memory = make_host_memory(
             config,
             device,
@@ -119,7 +122,7 @@ def assemble(
             path=path,
             model_config=checkpoint.config,
             kv_dtype=kept,
-            pool_bytes=pool.nbytes,
+            pool=pool,
         )
         worker = Worker(
             device,
