@@ -11,7 +11,7 @@ import torch
 from ropeway.devices.base import Device
 from ropeway.devices.stream import InlineStream
 from ropeway.execution import calibration
-from ropeway.execution.calibration import EXPONENT, LARGEST_FACTOR, key_factors
+from ropeway.execution.calibration import EXPONENT, LARGEST_FACTOR, Calibration, calibrate, warning
 from ropeway.loading.open import open_checkpoint
 from ropeway.models.model import Model
 from ropeway.models.registry import load_model
@@ -25,11 +25,17 @@ def load(on: Device, name: str = "qwen2") -> Model:
     return load_model(open_checkpoint(tiny_checkpoint(name)), on, SingleProcess())
 
 
+def key_factors(model: Model, on: Device, max_model_len: int = 256) -> torch.Tensor:
+    found = calibrate(model, on, "int8", max_model_len).key_factors
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-tied-biased", "llama-multi-query"])
 def test_factors_are_equal_within_a_rotated_pair_and_one_on_the_geometric_mean(name: str) -> None:
     on = device("reference")
     model = load(on, name)
-    factors = key_factors(model, on, 256)
+    factors = key_factors(model, on)
     assert factors.shape == (model.num_layers, model.num_kv_heads, model.head_dim)
     first, second = factors.chunk(2, -1)
     assert torch.equal(first, second)
@@ -44,13 +50,13 @@ def test_factors_are_the_same_bits_every_time_and_for_any_number_of_threads() ->
     found = []
     for threads in (1, 3, 1):
         on = CpuDevice(threads=threads, stream=InlineStream())
-        found.append(key_factors(load(on), on, 256))
+        found.append(key_factors(load(on), on))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
 def test_both_devices_find_nearly_the_same_factors() -> None:
-    here, there = (key_factors(load(device(name)), device(name), 256) for name in ("reference", "cpu"))
+    here, there = (key_factors(load(device(name)), device(name)) for name in ("reference", "cpu"))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=0)
 
 
@@ -79,6 +85,38 @@ def test_a_dead_pair_moves_the_others_by_a_bounded_factor() -> None:
 def test_a_short_context_is_calibrated_with_what_it_has() -> None:
     on = device("reference")
     assert key_factors(load(on), on, 1).isfinite().all()
+
+
+def test_types_that_are_not_quantised_need_no_calibration() -> None:
+    on = device("reference")
+    for dtype in ("fp32", "bf16"):
+        assert calibrate(load(on), on, dtype, 256) == Calibration(None, 0.0)
+
+
+def test_coarser_types_cost_more_and_none_is_out_of_bounds() -> None:
+    on = device("reference")
+    int8, int4, full = (calibrate(load(on), on, dtype, 256) for dtype in ("int8", "int4", "int4-full"))
+    assert 0 <= int8.cost < int4.cost < full.cost < 0.1
+    assert full.key_factors is None
+
+
+def test_a_cost_above_two_percent_is_told_with_what_to_do() -> None:
+    assert warning("int8", 0.02) is None
+    told = warning("int4-full", 0.031)
+    assert told is not None
+    for words in ("kv_dtype int4-full", "+3.1%", "ropeway bench perplexity", "int8 or bf16"):
+        assert words in told
+    assert warning("int4", math.nan) is not None
+
+
+def test_a_costly_type_is_a_warning_at_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(calibration, "WARN_ABOVE", 0.0)
+    with tiny_llm(device="reference", kv_dtype="int4") as llm:
+        (told,) = llm.info.warnings
+    assert told.startswith("kv_dtype int4 may cost this model +")
+    assert told in caplog.text
+    with tiny_llm(device="reference", kv_dtype="bf16") as llm:
+        assert llm.info.warnings == []
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])

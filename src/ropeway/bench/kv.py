@@ -21,10 +21,10 @@ from torch import Tensor
 from ropeway.bench.driver import Driver
 from ropeway.bench.traces import Trace
 from ropeway.config import Config, SchedulerConfig
-from ropeway.devices.base import FACTORED, KEY_GROUP, Device, KVDtype, StepShape
+from ropeway.devices.base import KEY_GROUP, Device, KVDtype, StepShape
 from ropeway.engine.assembly import kv_dtype
 from ropeway.errors import ConfigError
-from ropeway.execution.calibration import key_factors
+from ropeway.execution.calibration import calibrate
 from ropeway.models.model import Model
 from ropeway.simulation.cost_model import CostModel
 from ropeway.simulation.replay import replay
@@ -155,9 +155,8 @@ class _Sequences:
     def __init__(self, room: _Room, dtype: KVDtype, tokens: int, layers: int, block_size: int) -> None:
         self._room, self._device, self.layers = room, room.device, layers
         model, blocks = room.model, -(-room.tokens // block_size)
-        factors = None
-        if dtype in FACTORED:
-            factors = key_factors(model, self._device, room.tokens)[:layers].contiguous()
+        factors = calibrate(model, self._device, dtype, room.tokens).key_factors
+        factors = None if factors is None else factors[:layers].contiguous()
         self.cache = self._device.kv_cache(
             layers, blocks * room.batch, model.num_kv_heads, model.head_dim, block_size, dtype, factors
         )

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from ropeway.cache.pool import BlockPool
 from ropeway.config import CacheConfig, Config, EngineConfig
-from ropeway.devices.base import FACTORED, Device, KVDtype
+from ropeway.devices.base import Device, KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
 from ropeway.errors import OutOfMemory
-from ropeway.execution.calibration import key_factors
+from ropeway.execution.calibration import calibrate
+from ropeway.execution.calibration import warning as cost_warning
 from ropeway.execution.disk import DiskStore
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
@@ -112,9 +113,9 @@ def assemble(
             context = num_blocks * block_size
         vocab = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
         kept = kv_dtype(config.cache, model)
-        factors = key_factors(model, device, context) if kept in FACTORED else None
+        calibration = calibrate(model, device, kept, context)
         sizes = (model.num_kv_heads, model.head_dim, block_size, kept)
-        pool = device.kv_cache(model.num_layers, num_blocks, *sizes, factors)
+        pool = device.kv_cache(model.num_layers, num_blocks, *sizes, calibration.key_factors)
         memory = make_host_memory(
             config,
             device,
@@ -137,6 +138,8 @@ def assemble(
         device.close()
         raise
     warnings = memory.warnings
+    if (costly := cost_warning(kept, calibration.cost)) is not None:
+        warnings.append(costly)
     lengths, profile = LengthProfiles(), _profile_path(config)
     if profile is not None and (problem := lengths.load(profile, config.model.model)) is not None:
         warnings.append(f"{problem}, and nothing is saved there")
