@@ -12,8 +12,8 @@ BLOCK_SIZE = 16
 CONTEXT = 2048
 
 
-def measure(*, requests: int | None = None, context: int = CONTEXT, repeat: int = 15) -> Outcome:
-    """``requests``: of the trace; default: all."""
+def measure(*, requests: int | None = 4000, context: int = CONTEXT, repeat: int = 15) -> Outcome:
+    """``requests``: the first so many of the trace; None: all."""
     waste = measure_waste(recorded(CONVERSATION, requests), engine_of(), BLOCK_SIZE)
     model, name = small_model()
     config = resolve({"model": model, "block_size": BLOCK_SIZE}, environ={}, given_as="argument").config

@@ -56,6 +56,12 @@ def test_by_default_half_of_the_free_memory_is_left_alone() -> None:
     assert blocks(100 * BLOCK_BYTES) == 50
 
 
+def test_keys_that_int4_full_keeps_beside_the_pool_are_counted_first() -> None:
+    beside = 4 * 2 * 2 * 16 * 32 * 2  # sequences, layers, heads, features, positions, bytes
+    assert blocks(100 * BLOCK_BYTES + beside, kv_dtype="int4-full") == 50
+    assert blocks(100 * BLOCK_BYTES + beside - 1, kv_dtype="int4-full") == 49
+
+
 def test_kv_blocks_and_kv_memory_are_taken_as_asked() -> None:
     assert blocks(8 * GIB, kv_blocks=77) == 77
     assert blocks(8 * GIB, kv_memory=0.5) == 512

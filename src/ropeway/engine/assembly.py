@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ropeway.cache.pool import BlockPool
 from ropeway.config import CacheConfig, Config, EngineConfig
-from ropeway.devices.base import Device, KVDtype
+from ropeway.devices.base import KEY_GROUP, Device, KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
@@ -187,6 +187,13 @@ def kv_dtype(config: CacheConfig, model: Model) -> KVDtype:
     return "fp32" if model.dtype == "fp32" else "bf16"
 
 
+def _beside_the_pool(config: Config, model: Model) -> int:
+    """Bytes that ``int4-full`` keeps outside of blocks: in bfloat16, the keys of every sequence's last group."""
+    if config.cache.kv_dtype != "int4-full":
+        return 0
+    return 2 * KEY_GROUP * model.num_layers * model.num_kv_heads * model.head_dim * config.scheduler.max_num_seqs
+
+
 def pool_blocks(config: Config, device: Device, model: Model, context: int) -> int:
     """Blocks of the KV pool: as configured, else enough for the batch within half of the free memory.
 
@@ -195,7 +202,7 @@ def pool_blocks(config: Config, device: Device, model: Model, context: int) -> i
     block_bytes = device.kv_block_bytes(
         model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype(cache, model)
     )
-    available = device.memory().available
+    available = max(device.memory().available - _beside_the_pool(config, model), 0)
     largest = available // block_bytes
     if cache.kv_blocks is not None:
         blocks = cache.kv_blocks
