@@ -111,7 +111,7 @@ def _layout(
     return Layout(
         weights=weights_digest(path),
         kv_dtype=kv_dtype,
-        kv_layout=f"{device.name}-1",
+        kv_layout=f"{device.name}-2",
         block_size=config.cache.block_size,
         layers=model.num_layers,
         kv_heads=model.num_kv_heads,
