@@ -36,10 +36,13 @@ def figures() -> KVFigures:
 def test_every_type_has_its_room_and_a_rate_relative_to_bfloat16(figures: KVFigures) -> None:
     assert [each.dtype for each in figures.types] == list(TYPES)
     assert [each.block_size for each in figures.types] == [16, 16, 16, 32]
+    base = figures.types[0].bytes_per_token
     for each in figures.types:
         size = each.block_size
+        assert base is not None
+        assert each.bytes_per_token is not None
         assert each.bytes_per_token * size == block_bytes(3, 2, 32, size, each.dtype)
-        assert each.capacity == pytest.approx(figures.types[0].bytes_per_token / each.bytes_per_token)
+        assert each.capacity == pytest.approx(base / each.bytes_per_token)
         assert each.decode_tokens_per_s is not None
         assert each.decode_tokens_per_s > 0
     assert figures.types[0].decode_over_base == 1.0
@@ -48,6 +51,17 @@ def test_every_type_has_its_room_and_a_rate_relative_to_bfloat16(figures: KVFigu
 def test_blocks_are_compared_with_one_piece_of_memory_in_decode_and_prefill(figures: KVFigures) -> None:
     assert figures.paged_over_contiguous.keys() == {"decode", "prefill"}
     assert all(0 < ratio < math.inf for ratio in figures.paged_over_contiguous.values())
+
+
+def test_a_type_that_the_device_cannot_store_has_the_reason_instead_of_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(dtype: str, block_size: int) -> None:
+        if dtype == "int4-full":
+            raise ConfigError("not here")
+
+    monkeypatch.setattr("ropeway.devices.reference.check_kv_dtype", check)
+    base, full = measure_kv(tiny_config(), context=8, batch=1, steps=1, repeat=1, types=("int4-full",)).types
+    assert base.decode_over_base == 1.0
+    assert (full.note, full.capacity is None, full.decode_tokens_per_s) == ("not here", False, None)
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

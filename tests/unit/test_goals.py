@@ -261,7 +261,7 @@ def test_types_of_keys_and_values_are_judged_by_room_speed_and_perplexity():
         TypeFigures("bf16", 16, 1000, 1.0, 50.0, 1.0),
         TypeFigures("int8", 16, 515, 1.94, 60.0, 1.2),
         TypeFigures("int4", 16, 400, 2.5, 45.0, 0.9),
-        TypeFigures("int4-full", 32, math.nan, math.nan, note="not stored here"),
+        TypeFigures("int4-full", 32, note="not stored here"),
     ]
     costs = {
         "int8": {"change_percent": 0.1, "change_error_percent": 0.05},

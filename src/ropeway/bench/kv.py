@@ -45,16 +45,16 @@ class TypeFigures:
 
     dtype: KVDtype
     block_size: int
-    bytes_per_token: float
+    bytes_per_token: float | None = None
     """Of all layers, scales included."""
-    capacity: float
+    capacity: float | None = None
     """Tokens in the same memory, relative to bf16."""
     decode_tokens_per_s: float | None = None
     """Over the whole batch."""
     decode_over_base: float | None = None
     """Median of the ratios to bf16's rate in the same round."""
     note: str = ""
-    """Why there are no rates."""
+    """Why there are no figures."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def measure_kv(
     progress: Callable[[int, int], None] | None = None,
 ) -> KVFigures:
     """Load the configured model and decode ``steps`` tokens of ``batch`` sequences after ``context`` tokens, ``repeat``
-    times with every type in turn; then time attention over the configured type's blocks.
+    times with every type in turn; then time attention over the configured type's blocks (bf16's for int4-full).
 
     A type that the device cannot store has a note instead of rates. ``progress`` counts rounds. Raises what loading
     raises, and ``ConfigError`` for a context that the model does not reach."""
@@ -101,6 +101,7 @@ def measure_kv(
             with torch.inference_mode():
                 _decode(figures, room, context, steps, repeat, progress)
                 kept = kv_dtype(config.cache, model)
+                kept = BASE if kept == "int4-full" else kept  # whose last group is only there after it was written
                 figures.paged_over_contiguous = _paged_over_contiguous(room, kept, context, repeat)
 
         device.stream.submit(measure).wait()
@@ -139,7 +140,7 @@ class _Room:
         try:
             mine = self.bytes_per_token(dtype)
         except ConfigError as error:
-            return TypeFigures(dtype, self.block_size_of(dtype), float("nan"), float("nan"), note=error.message)
+            return TypeFigures(dtype, self.block_size_of(dtype), note=error.message)
         return TypeFigures(dtype, self.block_size_of(dtype), mine, base / mine)
 
     def filled(

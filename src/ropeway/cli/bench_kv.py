@@ -70,11 +70,10 @@ def _types_table(title: str, figures: KVFigures) -> Any:
     for heading in ("", "bytes a token", "room / bf16", "decode, tokens/s", "decode / bf16"):
         table.add_column(heading, justify="right" if heading else "left")
     for each in figures.types:
-        if each.decode_tokens_per_s is None or each.decode_over_base is None:
+        if each.decode_tokens_per_s is None:
             table.add_row(each.dtype, "-", "-", each.note, "-")
             continue
         rate = readable("decode_per_s", each.decode_tokens_per_s)
-        table.add_row(
-            each.dtype, f"{each.bytes_per_token:,.0f}", f"{each.capacity:.2f}", rate, f"{each.decode_over_base:.2f}"
-        )
+        size, room, relative = each.bytes_per_token, each.capacity, each.decode_over_base
+        table.add_row(each.dtype, f"{size:,.0f}", f"{room:.2f}", rate, f"{relative:.2f}")
     return table
