@@ -330,7 +330,7 @@ class Device(Protocol):
         ...
 
     def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers. Raises ``ConfigError`` for what this device cannot store so."""
         ...
 
     def kv_cache(

@@ -254,6 +254,7 @@ class ReferenceDevice:
         return _copy(tensor.dequantize())
 
     def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
+        check_kv_dtype(dtype, block_size)
         return block_bytes(layers, kv_heads, head_dim, block_size, dtype)
 
     def kv_cache(
@@ -266,7 +267,6 @@ class ReferenceDevice:
         dtype: KVDtype,
         key_factors: Tensor | None = None,
     ) -> KVCache:
-        check_kv_dtype(dtype, block_size)
         bytes_each = self.kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype)
         available = self.memory().available
         if num_blocks * bytes_each > available:

@@ -91,6 +91,8 @@ def assemble(
     checkpoint = open_checkpoint(path)
     device = device or make_device(config.engine)
     try:
+        if config.cache.kv_dtype != "auto":  # refused before the weights are read, if at all
+            device.kv_block_bytes(1, 1, 2, config.cache.block_size, config.cache.kv_dtype)
         model = load_model(
             checkpoint,
             device,
