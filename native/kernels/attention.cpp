@@ -86,6 +86,9 @@ inline void with_count(int count, const Body& body) {
 // Queries whose weights are kept at a time: enough to share what a tile's reading costs, few enough for the caches.
 constexpr int kPanels = 8, kMostRows = kPanel * kPanels;
 
+// Tiles whose values all panels weigh before the next ones.
+constexpr int kTogether = 4;
+
 // Of one worker.
 template <class Type>
 struct Scratch {
@@ -349,8 +352,8 @@ class HeadTask {
       });
     } else {
       std::memset(scratch_.sums, 0, sizeof(float) * static_cast<std::size_t>(kMostRows * width_));
-      for (int t = first / kAhead * kAhead; t < last; t += kAhead) {
-        columns(t, t + kAhead,
+      for (int t = first / kTogether * kTogether; t < last; t += kTogether) {
+        columns(t, t + kTogether,
                 [&](int panel, std::int64_t column, auto vectors, auto count, int row, int from, int to) {
                   constexpr int rows = decltype(count)::value, wide = decltype(vectors)::value;
                   const auto* x = scratch_.weights + row * kSpan;

@@ -87,7 +87,7 @@ inline constexpr int kWide = kVectorRegisters >= 32 ? 4 : 1;
 
 // Memory is read faster in several streams, and the processor's own guesses end at every block: so while a tile is
 // used, the tile this many places later is fetched.
-inline constexpr int kAhead = 4;
+inline constexpr int kAhead = 8;
 
 // Into the second-level cache: in the first one, tiles of the same alignment would push each other out.
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -95,7 +95,7 @@ inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Where a span's keys and values lie, 16 positions each. After the last keys follow the first values, and after the
 // last values what is needed next, so that there is always something to fetch.
 struct SpanTiles {
-  const std::byte* keys[kSpan / kTile + kAhead];
+  const std::byte* keys[kSpan / kTile + kAhead + 1];  // tiles are taken in pairs: one more may be asked for
   const std::byte* values[kSpan / kTile + kAhead];
   const std::uint16_t* key_scales[kSpan / kTile];
   const std::uint16_t* value_scales[kSpan / kTile];

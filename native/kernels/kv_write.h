@@ -76,12 +76,23 @@ struct ScaleAndMinimum {
 // Codes in [0, 15] of x [size].
 inline ScaleAndMinimum quantise_small(const float* x, std::int64_t size, std::uint8_t* codes) {
   std::memset(codes, 0, static_cast<std::size_t>(size));
-  float low = x[0], high = x[0];
-  for (std::int64_t d = 0; d < size; ++d) {
-    if ((float_bits(x[d]) & 0x7FFFFFFF) >= 0x7F800000) return {kHalfNaN, kHalfNaN};
-    low = x[d] < low ? x[d] : low;
-    high = x[d] > high ? x[d] : high;
+  i32x16 top = set_i32(0);
+  f32x16 lowest = set_f32(x[0]), highest = lowest;
+  for (std::int64_t d = 0; d < size; d += 16) {
+    f32x16 some;
+    if (size - d >= 16) {
+      some = load_f32(x + d);
+    } else {
+      float lanes[16];
+      for (std::int64_t i = 0; i < 16; ++i) lanes[i] = x[d + i < size ? d + i : 0];
+      some = load_f32(lanes);
+    }
+    top = max(abs_bits(some), top);
+    lowest = min(some, lowest);
+    highest = max(some, highest);
   }
+  if (reduce_max(top) >= 0x7F800000) return {kHalfNaN, kHalfNaN};
+  const float low = 0.0F - lane_max(subtract(zero_f32(), lowest)), high = lane_max(highest);
   const std::uint16_t half_minimum = to_half(low);
   if ((half_minimum & 0x7FFF) >= kHalfInfinity) return {kHalfNaN, kHalfNaN};
   const float minimum = from_half(half_minimum), extent = high - minimum;
