@@ -28,12 +28,14 @@ class Goal(NamedTuple):
 
 GOALS = {
     1: Goal("continuous batching", "benchmarks.goals.batching"),
+    5: Goal("KV memory", "benchmarks.goals.kv_memory"),
     6: Goal("chunked prefill", "benchmarks.goals.chunked"),
     7: Goal("preemption", "benchmarks.goals.preemption"),
     8: Goal("admission", "benchmarks.goals.admission"),
     9: Goal("tiers", "benchmarks.goals.tiers"),
     10: Goal("prefix cache", "benchmarks.goals.prefix"),
     11: Goal("host cost of a step", "benchmarks.goals.overhead"),
+    13: Goal("KV types", "benchmarks.goals.kv_types"),
     15: Goal("simulator", "benchmarks.goals.simulator"),
 }
 

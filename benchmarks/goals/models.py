@@ -7,6 +7,8 @@ from ropeway.errors import LoadError, ModelNotFound
 from ropeway.loading.sources import resolve
 
 SMALL = "smollm2-135m"
+REAL = (SMALL, "qwen2.5-coder-0.5b")
+"""The models whose perplexity means something."""
 
 
 def small_model() -> tuple[str, str]:

@@ -1,5 +1,8 @@
 #include "kernels/attention.h"
 
+#include <stdexcept>
+#include <string>
+
 #include "bindings/arguments.h"
 #include "kernels/attention_plan.h"
 
@@ -33,6 +36,21 @@ void write_kv(Context& context, const KVStorage& cache, std::int64_t layer, Addr
   kernels(context).write_kv(context, plan.writing(cache, layer, pointer<const float>(k), pointer<const float>(v)));
 }
 
+void read_kv(Context& context, const KVStorage& cache, std::int64_t layer, Address blocks, std::int64_t count,
+             Address k, Address v) {
+  const Call call(context);
+  kernels(context).read_kv(
+      context, {cache, layer, pointer<const std::int32_t>(blocks), count, pointer<float>(k), pointer<float>(v)});
+}
+
+KVType kv_type(const std::string& name) {
+  if (name == "fp32") return KVType::fp32;
+  if (name == "bf16") return KVType::bf16;
+  if (name == "int8") return KVType::int8;
+  if (name == "int4") return KVType::int4;
+  throw std::invalid_argument("no kernels for keys and values as " + name);
+}
+
 void attention(Context& context, Address q, const KVStorage& cache, std::int64_t layer, const AttentionPlan& plan,
                Address out, std::int64_t heads, float scale, std::int64_t window) {
   const Call call(context);
@@ -45,16 +63,19 @@ void attention(Context& context, Address q, const KVStorage& cache, std::int64_t
 void bind_attention(nb::module_& module) {
   nb::class_<KVStorage>(module, "KVStorage", "Where the paged cache lies and its shape.")
       .def(nb::new_([](Address data, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
-                       std::int64_t block_size, bool bf16) {
-             return new KVStorage{pointer<std::byte>(data), layers, kv_heads, head_dim, block_size, bf16};
+                       std::int64_t block_size, const std::string& dtype, Address key_factors) {
+             return new KVStorage(make_kv_storage(pointer<std::byte>(data), layers, kv_heads, head_dim, block_size,
+                                                  kv_type(dtype), pointer<const float>(key_factors)));
            }),
            nb::arg("data"), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("block_size"),
-           nb::arg("bf16"));
+           nb::arg("dtype"), nb::arg("key_factors"))
+      .def_ro("block_bytes", &KVStorage::block_bytes);
   nb::class_<AttentionPlan>(module, "AttentionPlan", "Work of a step; refers to the block table it was made from.")
       .def_prop_ro("tasks", [](const AttentionPlan& plan) { return plan.tasks.size(); })
       .def_prop_ro("merges", [](const AttentionPlan& plan) { return plan.merges.size(); });
   module.def("plan_attention", &make_plan, Released());
   module.def("write_kv", &write_kv, Released());
+  module.def("read_kv", &read_kv, Released());
   module.def("attention", &attention, Released());
 }
 

@@ -7,7 +7,9 @@
 
 #include <cstring>
 
+#include "kernels/attention_tile.h"
 #include "kernels/kv_span.h"
+#include "kernels/kv_write.h"
 #include "kernels/parallel.h"
 
 namespace ropeway::ROPEWAY_ISA {
@@ -15,43 +17,22 @@ namespace {
 
 constexpr float kLog2E = 0x1.715476p+0F;
 
-// From this many queries on, converting a span's keys and values to float32 once pays.
-constexpr std::int64_t kPackFrom = 16;
+// ------------------------------------------------------------------ writing and reading the cache
 
-// ------------------------------------------------------------------ writing
-
-inline void narrow(float x, float& y) { y = x; }
-// Round to nearest, ties to even; a NaN stays one.
-inline void narrow(float x, std::uint16_t& y) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const std::uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  y = static_cast<std::uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
-}
-
-template <class Element>
-void write_tokens(const WriteKV& args, std::int64_t first, std::int64_t last) {
-  const KVStorage& cache = args.cache;
-  const std::int64_t size = cache.head_dim, tile = key_tile(cache);
-  for (std::int64_t head = 0; head < cache.kv_heads; ++head) {
-    for (std::int64_t token = first; token < last; ++token) {
-      const std::int64_t block = args.slots[token] / cache.block_size, place = args.slots[token] % cache.block_size;
-      const float* k = args.k + (token * cache.kv_heads + head) * size;
-      const float* v = args.v + (token * cache.kv_heads + head) * size;
-      Element* keys = block_keys<Element>(cache, block, args.layer, head) + place / tile * tile * size + place % tile;
-      Element* values = block_values<Element>(cache, block, args.layer, head) + place * size;
-      for (std::int64_t d = 0; d < size; ++d) narrow(k[d], keys[d * tile]);
-      for (std::int64_t d = 0; d < size; ++d) narrow(v[d], values[d]);
-    }
-  }
-}
-
+// A piece begins with a tile's first token, because positions of a tile may share bytes.
 void write_kv(Context& context, const WriteKV& args) {
   const std::int64_t step = most_of(1, 16384 / (args.cache.kv_heads * args.cache.head_dim));
-  parallel(context, (args.tokens + step - 1) / step, [&](std::int64_t tile, int) {
-    const std::int64_t first = tile * step, last = least(first + step, args.tokens);
-    args.cache.bf16 ? write_tokens<std::uint16_t>(args, first, last) : write_tokens<float>(args, first, last);
-  });
+  const auto boundary = [&](std::int64_t token) {
+    const std::int64_t tile = args.cache.tile_positions;
+    while (0 < token && token < args.tokens && args.slots[token] / tile == args.slots[token - 1] / tile) ++token;
+    return least(token, args.tokens);
+  };
+  parallel(context, (args.tokens + step - 1) / step,
+           [&](std::int64_t piece, int) { write_tokens(args, boundary(piece * step), boundary((piece + 1) * step)); });
+}
+
+void read_kv(Context& context, const ReadKV& args) {
+  parallel(context, args.count, [&](std::int64_t index, int) { read_block(args, index); });
 }
 
 // ------------------------------------------------------------------ merging spans
@@ -76,26 +57,22 @@ void merge_span(Running& running, const float* values, float most, float total, 
   store_f32(factors, exp2_f32(load_f32(factors)));
   const f32x16 old_factor = set_f32(factors[0]), new_factor = set_f32(factors[1]);
   for (std::int64_t d = 0; d < width; d += 16) {
-    store_f32(running.values + d,
-              fma(load_f32(values + d), new_factor, mul(load_f32(running.values + d), old_factor)));
+    store_f32(running.values + d, fma(load_f32(values + d), new_factor, mul(load_f32(running.values + d), old_factor)));
   }
   running.most = peak;
   running.total = running.total * factors[0] + total * factors[1];
 }
 
+// Adding zero makes a zero positive: whether keys of weight zero were multiplied must not show in its sign.
 void write_result(const Running& running, float* out, std::int64_t size) {
   const f32x16 share = set_f32(1.0F / running.total);
   std::int64_t d = 0;
-  for (; d + 16 <= size; d += 16) store_f32(out + d, mul(load_f32(running.values + d), share));
-  if (d < size) store_f32(out + d, mul(load_f32(running.values + d), share), static_cast<int>(size - d));
+  const auto value = [&] { return add(mul(load_f32(running.values + d), share), zero_f32()); };
+  for (; d + 16 <= size; d += 16) store_f32(out + d, value());
+  if (d < size) store_f32(out + d, value(), static_cast<int>(size - d));
 }
 
 // ------------------------------------------------------------------ a task
-
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
 
 // Calls body(Count<count>{}), 1 <= count <= kPanel.
 template <int N = kPanel, class Body>
@@ -106,67 +83,83 @@ inline void with_count(int count, const Body& body) {
   body(Count<N>{});
 }
 
+// Queries whose weights are kept at a time: enough to share what a tile's reading costs, few enough for the caches.
+constexpr int kPanels = 8, kMostRows = kPanel * kPanels;
+
+// Tiles whose values all panels weigh before the next ones.
+constexpr int kTogether = 4;
+
+// Of one worker.
+template <class Type>
 struct Scratch {
-  float* q;        // panels of [head_dim][queries]
-  float* running;  // [queries][width]
+  using Input = typename Type::Input;
+  Input* q;
+  Input* row;       // one query, or a multiple of 16 features
+  float* scaled;    // one query
+  float* q_scales;  // [queries]
+  std::int32_t* q_starts;
+  float* running;    // [queries][width]
   Running* results;  // [queries]
-  float* scores;   // [kPanel][kSpan]
-  float* sums;     // [kPanel][width]
-  float* keys;     // [kSpan / 16][head_dim][16]
-  float* values;   // [kSpan][width]
+  float* scores;     // [kMostRows][kSpan]
+  Input* weights;    // [kMostRows][groups][passes][kSpan]
+  float* scales;     // [kMostRows][groups]
+  float* bases;
+  std::int32_t* starts;
+  float* sums;      // [kMostRows][width]
+  std::byte* keys;  // copies of a span
+  std::byte* values;
 };
 
+template <class Type>
 class HeadTask {
  public:
-  HeadTask(const Attention& args, const AttentionItem& item, std::int64_t head, const Scratch& scratch,
-           float* partials)
+  HeadTask(const Attention& args, const AttentionItem& item, std::int64_t head, std::int64_t head_end,
+           const Scratch<Type>& scratch, float* partials)
       : args_(args),
         item_(item),
         head_(head),
+        head_end_(head_end),
         scratch_(scratch),
         partials_(partials),
         size_(args.cache.head_dim),
         width_(round_up(size_, 16)),
         group_(args.heads / args.cache.kv_heads),
-        queries_(static_cast<int>(item.tokens * group_)) {}
+        groups_(args.cache.type == KVType::int4 ? (size_ + kValueGroup - 1) / kValueGroup : 1),
+        reader_(args.cache, args.layer, scratch.keys, scratch.values) {
+    queries_.rows = scratch.q;
+    queries_.scales = scratch.q_scales;
+    queries_.starts = scratch.q_starts;
+    queries_.count = static_cast<int>(item.tokens * group_);
+    queries_.panels = (queries_.count + kPanel - 1) / kPanel;
+    queries_.steps = (size_ + Type::unit - 1) / Type::unit;
+  }
 
   void run() {
-    panels_ = (queries_ + kPanel - 1) / kPanel;
     pack_queries();
-    for (int i = 0; i < queries_; ++i) scratch_.results[i] = {scratch_.running + i * width_, 0.0F, 0.0F};
-    const bool in_place = args_.cache.block_size >= 16 && size_ % 16 == 0;
+    for (int i = 0; i < queries_.count; ++i) scratch_.results[i] = {scratch_.running + i * width_, 0.0F, 0.0F};
     for (std::int64_t span = item_.span_begin; span < item_.span_end; ++span) {
-      const std::int64_t start = span * kSpan;
-      const SpanRange range = {
-          .start = start,
-          .begin = first_key(0, start),
-          .end = end_key(item_.tokens - 1, start),
-          .end_of_item = least(item_.first_position + item_.tokens, item_.span_end * kSpan) - start,
-          .block_table = args_.block_table + item_.row * args_.table_stride,
-      };
+      const SpanRange range = range_of(span);
       if (range.begin >= range.end) {
-        if (partials_ != nullptr) leave_out(span, 0, queries_);
+        if (partials_ != nullptr) leave_out(span, 0, queries_.count);
         continue;
       }
-      if (!args_.cache.bf16) {
-        in_place ? attend(span, tiles_in_place<float>(args_.cache, args_.layer, head_, range))
-                 : attend(span, copied<float>(range));
-      } else if (in_place && queries_ < kPackFrom) {
-        attend(span, tiles_in_place<std::uint16_t>(args_.cache, args_.layer, head_, range));
-      } else {
-        attend(span, copied<std::uint16_t>(range));
-      }
+      const std::byte* next[kAhead];
+      find_next(span, next);
+      SpanTiles tiles;
+      if (!reader_.read(head_, range, next, tiles) && item_.tokens > 1) return run_one_by_one();
+      for (int panel = 0; panel < queries_.panels; panel += kPanels)
+        attend(span, tiles, panel, static_cast<int>(least(panel + kPanels, queries_.panels)));
     }
     if (partials_ != nullptr) return;
-    for (int i = 0; i < queries_; ++i) write_result(scratch_.results[i], args_.out + offset(i), size_);
+    for (int i = 0; i < queries_.count; ++i) write_result(scratch_.results[i], args_.out + offset(i), size_);
   }
 
   // After all items of a merge are done: its spans, in order.
   void merge(const AttentionMerge& merge) {
-    for (int i = 0; i < queries_; ++i) {
+    for (int i = 0; i < queries_.count; ++i) {
       Running result = {scratch_.running, 0.0F, 0.0F};
       for (std::int64_t span = 0; span < merge.spans; ++span) {
-        const float* from = partial(merge, i, span);
+        const float* from = partial(i, span);
         merge_span(result, from + 16, from[0], from[1], width_);
       }
       write_result(result, args_.out + offset(i), size_);
@@ -183,115 +176,207 @@ class HeadTask {
     return least(kSpan, item_.first_position + token + 1 - start);
   }
 
+  SpanRange range_of(std::int64_t span) const {
+    const std::int64_t start = span * kSpan, last = item_.tokens - 1;
+    return {
+        .start = start,
+        .begin = first_key(0, start),
+        .end = end_key(last, start),
+        .common_begin = first_key(last, start),
+        .common_end = end_key(0, start),
+        .block_table = args_.block_table + item_.row * args_.table_stride,
+    };
+  }
+
+  // What is read after a span: the item's next span, or the next head's first.
+  void find_next(std::int64_t span, const std::byte* (&next)[kAhead]) const {
+    const bool more = span + 1 < item_.span_end;
+    const std::int64_t head = more ? head_ : head_ + 1;
+    const SpanRange range = range_of(more ? span + 1 : item_.span_begin);
+    const bool known = head < head_end_ && range.begin < range.end && args_.cache.tile_positions == kTile;
+    for (std::int64_t i = 0; i < kAhead; ++i) {
+      const std::int64_t at = range.begin / kTile * kTile + i * kTile;
+      next[i] = known && at < range.end ? reader_.tile_of(head, range, at) : nullptr;
+    }
+  }
+
+  // A value that is not finite lies where only some tokens may see it.
+  void run_one_by_one() {
+    AttentionItem one = item_;
+    one.tokens = 1;
+    for (std::int32_t i = 0; i < item_.tokens; ++i, ++one.first_token, ++one.first_position)
+      HeadTask(args_, one, head_, head_end_, scratch_, partials_).run();
+  }
+
   std::int64_t offset(std::int64_t query) const {
     const std::int64_t token = item_.first_token + query / group_;
     return (token * args_.heads + head_ * group_ + query % group_) * size_;
   }
 
   // Where a query's partial result of a span lies: most, total, 14 unused, values [width].
-  float* partial(const AttentionMerge& merge, std::int64_t query, std::int64_t span) const {
-    const std::int64_t pair = merge.offset + query / group_ * merge.spans + span;
+  float* partial(std::int64_t query, std::int64_t span) const {
+    const AttentionMerge& merge = args_.merges[item_.merge];
+    const std::int64_t token = item_.first_token - merge.first_token + query / group_;
+    const std::int64_t pair = merge.offset + token * merge.spans + span;
     return partials_ + (pair * args_.heads + head_ * group_ + query % group_) * (width_ + 16);
   }
 
-  // Panels differ by at most one query, so that none is left with few.
-  int panel_begin(int panel) const { return panel * queries_ / panels_; }
-
   void pack_queries() {
     const float scale = args_.scale * kLog2E;
-    for (int panel = 0; panel < panels_; ++panel) {
-      const int begin = panel_begin(panel), count = panel_begin(panel + 1) - begin;
-      float* to = scratch_.q + begin * size_;
-      for (int r = 0; r < count; ++r) {
-        const float* from = args_.q + offset(begin + r);
-        for (std::int64_t d = 0; d < size_; ++d) to[d * count + r] = from[d] * scale;
+    const KVStorage& cache = args_.cache;
+    const float* factors =
+        cache.key_factors == nullptr ? nullptr : cache.key_factors + (args_.layer * cache.kv_heads + head_) * size_;
+    float* scaled = scratch_.scaled;
+    for (std::int64_t d = size_; d < width_; ++d) scaled[d] = 0.0F;
+    for (int panel = 0; panel < queries_.panels; ++panel) {
+      for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
+        const float* from = args_.q + offset(i);
+        for (std::int64_t d = 0; d < size_; ++d)
+          scaled[d] = (factors == nullptr ? from[d] : from[d] * factors[d]) * scale;
+        pack_query(queries_, panel, i - queries_.begin(panel), scaled, size_, scratch_.row);
       }
     }
   }
 
-  template <class Element>
-  SpanTiles<float, false> copied(const SpanRange& range) {
-    return tiles_copied<Element>(args_.cache, args_.layer, head_, range, width_, scratch_.keys, scratch_.values);
-  }
+  // The tiles of a span that a panel's queries see, and what each of them does.
+  struct PanelView {
+    int first, last;                 // tiles
+    int begin[kPanel], end[kPanel];  // keys; empty: none
+  };
 
-  template <class Tiles>
-  void attend(std::int64_t span, const Tiles& tiles) {
-    for (int panel = 0; panel < panels_; ++panel) {
-      const int begin = panel_begin(panel);
-      with_count(panel_begin(panel + 1) - begin,
-                 [&](auto count) { attend_panel<decltype(count)::value>(span, begin, tiles); });
+  PanelView view(std::int64_t span, int panel) const {
+    PanelView view = {kSpan / kTile, 0, {}, {}};
+    const int first = queries_.begin(panel), count = queries_.begin(panel + 1) - first;
+    for (int r = 0; r < count; ++r) {
+      const std::int64_t token = (first + r) / group_;
+      view.begin[r] = static_cast<int>(least(kSpan, first_key(token, span * kSpan)));
+      view.end[r] = static_cast<int>(most_of(0, end_key(token, span * kSpan)));
+      if (view.begin[r] >= view.end[r]) continue;
+      view.first = static_cast<int>(least(view.first, view.begin[r] / kTile));
+      view.last = static_cast<int>(most_of(view.last, (view.end[r] + kTile - 1) / kTile));
     }
+    return view;
   }
 
-  template <int Queries, class Tiles>
-  void attend_panel(std::int64_t span, int first_query, const Tiles& tiles) {
-    int begin[Queries], end[Queries];
-    int least_begin = kSpan, most_begin = 0, least_end = kSpan, most_end = 0;  // most over the visible queries
-    bool all_visible = true;
-    for (int r = 0; r < Queries; ++r) {
-      const std::int64_t token = (first_query + r) / group_;
-      begin[r] = static_cast<int>(least(kSpan, first_key(token, span * kSpan)));
-      end[r] = static_cast<int>(most_of(0, end_key(token, span * kSpan)));
-      if (begin[r] >= end[r]) {
-        all_visible = false;
+  // Panels [begin, end). Tiles are taken a few at a time by all panels, so that they come from the nearest cache.
+  void attend(std::int64_t span, const SpanTiles& tiles, int begin, int end) {
+    PanelView views[kPanels];
+    int first = kSpan / kTile, last = 0;
+    for (int panel = begin; panel < end; ++panel) {
+      views[panel - begin] = view(span, panel);
+      first = views[panel - begin].first < first ? views[panel - begin].first : first;
+      last = views[panel - begin].last > last ? views[panel - begin].last : last;
+    }
+    const int first_query = queries_.begin(begin);
+    // Calls body(panel, its number of queries, its first row in the scratch, tiles of it in [from, to)).
+    const auto for_panels = [&](int from, int to, const auto& body) {
+      for (int panel = begin; panel < end; ++panel) {
+        const PanelView& seen = views[panel - begin];
+        const int tile_begin = seen.first > from ? seen.first : from, tile_end = seen.last < to ? seen.last : to;
+        if (tile_begin >= tile_end) continue;
+        const int row = queries_.begin(panel) - first_query;
+        with_count(queries_.begin(panel + 1) - queries_.begin(panel),
+                   [&](auto count) { body(panel, count, row, tile_begin, tile_end); });
+      }
+    };
+    for (int t = first / kWide * kWide; t < last; t += kWide) {
+      for_panels(t, t + kWide, [&](int panel, auto count, int row, int from, int to) {
+        constexpr int rows = decltype(count)::value;
+        float* scores = scratch_.scores + row * kSpan;
+        panel == 0 ? score_panel<Type, rows, true>(queries_, panel, tiles, from, to, scores)
+                   : score_panel<Type, rows, false>(queries_, panel, tiles, from, to, scores);
+      });
+    }
+    float most[kMostRows], total[kMostRows];
+    for (int panel = begin; panel < end; ++panel) {
+      const PanelView& seen = views[panel - begin];
+      for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
+        const int row = i - first_query, r = i - queries_.begin(panel);
+        weights_of(tiles, {seen.begin[r], seen.end[r], seen.first, seen.last}, row, most[row], total[row]);
+      }
+    }
+    weigh(tiles, first, last, for_panels);
+    for (int i = first_query; i < queries_.begin(end); ++i) {
+      const int row = i - first_query;
+      const float* sums = scratch_.sums + row * width_;
+      if (partials_ == nullptr) {
+        merge_span(scratch_.results[i], sums, most[row], total[row], width_);
         continue;
       }
-      if (begin[r] < least_begin) least_begin = begin[r];
-      if (begin[r] > most_begin) most_begin = begin[r];
-      if (end[r] < least_end) least_end = end[r];
-      if (end[r] > most_end) most_end = end[r];
-    }
-    if (least_begin >= most_end) {
-      if (partials_ != nullptr) leave_out(span, first_query, Queries);
-      return;
-    }
-    float* const scores = scratch_.scores;
-    float* const sums = scratch_.sums;
-    score_panel<Queries>(scratch_.q + first_query * size_, tiles, least_begin / 16, (most_end + 15) / 16, size_,
-                         scores);
-    float most[Queries], total[Queries];
-    for (int r = 0; r < Queries; ++r) {
-      most[r] = total[r] = 0.0F;
-      if (begin[r] < end[r]) total[r] = soften(scores + r * kSpan, begin[r], end[r], most[r]);
-    }
-    std::memset(sums, 0, sizeof(float) * static_cast<std::size_t>(Queries * width_));
-    // Keys that all queries see are weighed for the whole panel, those at the ragged ends query by query.
-    const bool common = all_visible && most_begin < least_end;
-    for (int r = 0; r < Queries; ++r) weigh_one(scores, tiles, r, begin[r], common ? most_begin : end[r]);
-    if (common) {
-      weigh_panel<Queries>(scores, tiles, most_begin, least_end, width_, sums);
-      for (int r = 0; r < Queries; ++r) weigh_one(scores, tiles, r, least_end, end[r]);
-    }
-    for (int r = 0; r < Queries; ++r) {
-      const int query = first_query + r;
-      if (partials_ == nullptr) {
-        merge_span(scratch_.results[query], sums + r * width_, most[r], total[r], width_);
-      } else {
-        float* to = partial(args_.merges[item_.merge], query, span);
-        to[0] = most[r];
-        to[1] = total[r];
-        std::memcpy(to + 16, sums + r * width_, sizeof(float) * static_cast<std::size_t>(width_));
-      }
+      float* to = partial(i, span);
+      to[0] = most[row];
+      to[1] = total[row];
+      std::memcpy(to + 16, sums, sizeof(float) * static_cast<std::size_t>(width_));
     }
   }
 
-  template <class Tiles>
-  void weigh_one(const float* scores, const Tiles& tiles, int r, int begin, int end) {
-    if (begin < end) weigh_panel<1>(scores + r * kSpan, tiles, begin, end, width_, scratch_.sums + r * width_);
+  void weights_of(const SpanTiles& tiles, Visible keys, int row, float& most, float& total) {
+    float* scores = scratch_.scores + row * kSpan;
+    most = total = 0.0F;
+    if (keys.begin < keys.end) {
+      total = soften(scores, keys, most);
+    } else {
+      keys.begin = keys.end = 16 * keys.first;
+      for (int i = 16 * keys.first; i < 16 * keys.last; i += 16) store_f32(scores + i, zero_f32());
+    }
+    if constexpr (Type::codes) {
+      quantise_weights(scores, tiles, keys, groups_, weights(row));
+    } else {
+      for (int i = 16 * keys.first; i < 16 * keys.last; i += 16)
+        Type::store(scratch_.weights + row * kSpan + i, load_f32(scores + i));
+    }
+  }
+
+  Weights<Type> weights(int row) const {
+    const std::int64_t at = row * groups_;
+    return {scratch_.weights + at * Type::passes * kSpan, scratch_.scales + at, scratch_.bases + at,
+            scratch_.starts + at};
+  }
+
+  template <class ForPanels>
+  void weigh(const SpanTiles& tiles, int first, int last, const ForPanels& for_panels) {
+    const auto columns = [&](int from, int to, const auto& body) {
+      for_columns(width_, [&](std::int64_t column, auto vectors) {
+        for_panels(from, to, [&](int panel, auto count, int row, int tile_begin, int tile_end) {
+          body(panel, column, vectors, count, row, tile_begin, tile_end);
+        });
+      });
+    };
+    if constexpr (Type::codes) {
+      columns(first, last, [&](int panel, std::int64_t column, auto vectors, auto count, int row, int from, int to) {
+        constexpr int rows = decltype(count)::value, wide = decltype(vectors)::value;
+        float* sums = scratch_.sums + row * width_;
+        panel == 0
+            ? weigh_code_columns<Type, rows, wide, true>(weights(row), groups_, tiles, from, to, column, width_, sums)
+            : weigh_code_columns<Type, rows, wide, false>(weights(row), groups_, tiles, from, to, column, width_, sums);
+      });
+    } else {
+      std::memset(scratch_.sums, 0, sizeof(float) * static_cast<std::size_t>(kMostRows * width_));
+      for (int t = first / kTogether * kTogether; t < last; t += kTogether) {
+        columns(t, t + kTogether,
+                [&](int panel, std::int64_t column, auto vectors, auto count, int row, int from, int to) {
+                  constexpr int rows = decltype(count)::value, wide = decltype(vectors)::value;
+                  const auto* x = scratch_.weights + row * kSpan;
+                  float* sums = scratch_.sums + row * width_;
+                  panel == 0 ? weigh_columns<Type, rows, wide, true>(x, kSpan, tiles, from, to, column, width_, sums)
+                             : weigh_columns<Type, rows, wide, false>(x, kSpan, tiles, from, to, column, width_, sums);
+                });
+      }
+    }
   }
 
   void leave_out(std::int64_t span, int first_query, int count) {
-    for (int i = 0; i < count; ++i) partial(args_.merges[item_.merge], first_query + i, span)[1] = 0.0F;
+    for (int i = 0; i < count; ++i) partial(first_query + i, span)[1] = 0.0F;
   }
 
   const Attention& args_;
-  const AttentionItem& item_;
-  const std::int64_t head_;
-  const Scratch& scratch_;
+  const AttentionItem item_;
+  const std::int64_t head_, head_end_;
+  const Scratch<Type>& scratch_;
   float* const partials_;  // null: the item sees all spans
-  const std::int64_t size_, width_, group_;
-  const int queries_;
-  int panels_ = 0;
+  const std::int64_t size_, width_, group_, groups_;
+  const SpanReader reader_;
+  Queries<Type> queries_;
 };
 
 // Hands out pieces of one allocation, each aligned to 64 bytes; without memory it only counts.
@@ -307,52 +392,75 @@ struct Carver {
   }
 };
 
-struct Workspace {
-  float* partials;
-  std::int32_t* finished;  // [merges, kv_heads]: items done
-  Scratch worker(const Attention& args, Carver& carver) const {
-    const std::int64_t size = args.cache.head_dim, width = round_up(size, 16);
-    const std::int64_t queries = args.most_tokens * (args.heads / args.cache.kv_heads);
-    return {carver.take<float>(queries * size),   carver.take<float>(queries * width),
-            carver.take<Running>(queries),        carver.take<float>(kPanel * kSpan),
-            carver.take<float>(kPanel * width),   carver.take<float>(kSpan * size),
-            carver.take<float>(kSpan * width)};
-  }
-};
+template <class Type>
+Scratch<Type> carve_scratch(const Attention& args, Carver& carver) {
+  using Input = typename Type::Input;
+  const std::int64_t size = args.cache.head_dim, width = round_up(size, 16);
+  const std::int64_t groups = args.cache.type == KVType::int4 ? (size + kValueGroup - 1) / kValueGroup : 1;
+  const std::int64_t queries = args.most_tokens * (args.heads / args.cache.kv_heads);
+  const CopyLayout copies = copy_layout(args.cache);
+  Scratch<Type> scratch;
+  scratch.q = carver.take<Input>(queries * round_up(size, Type::unit) * Type::passes);
+  scratch.row = carver.take<Input>(width * Type::passes);
+  scratch.scaled = carver.take<float>(width);
+  scratch.q_scales = carver.take<float>(queries);
+  scratch.q_starts = carver.take<std::int32_t>(queries);
+  scratch.running = carver.take<float>(queries * width);
+  scratch.results = carver.take<Running>(queries);
+  scratch.scores = carver.take<float>(kMostRows * kSpan);
+  scratch.weights = carver.take<Input>(kMostRows * groups * Type::passes * kSpan);
+  scratch.scales = carver.take<float>(kMostRows * groups);
+  scratch.bases = carver.take<float>(kMostRows * groups);
+  scratch.starts = carver.take<std::int32_t>(kMostRows * groups);
+  scratch.sums = carver.take<float>(kMostRows * width);
+  scratch.keys = carver.take<std::byte>(kSpan / kTile * copies.key_bytes);
+  scratch.values = carver.take<std::byte>(kSpan / kTile * copies.value_bytes);
+  return scratch;
+}
 
-void attention(Context& context, const Attention& args) {
-  if (args.task_count == 0) return;
+template <class Type>
+void attend(Context& context, const Attention& args) {
   const std::int64_t width = round_up(args.cache.head_dim, 16);
-  const auto carve = [&](Carver& carver) {
-    return Workspace{carver.take<float>(args.partial_count * args.heads * (width + 16)),
-                     carver.take<std::int32_t>(args.merge_count * args.cache.kv_heads)};
-  };
+  const std::int64_t partials = args.partial_count * args.heads * (width + 16);
+  const std::int64_t counters = args.merge_count * args.cache.kv_heads;
   Carver shared_size{nullptr}, worker_size{nullptr};
-  carve(shared_size).worker(args, worker_size);
+  shared_size.take<float>(partials);
+  shared_size.take<std::int32_t>(counters);
+  carve_scratch<Type>(args, worker_size);
   const std::size_t workers = static_cast<std::size_t>(context.threads());
   Carver carver{context.scratch(shared_size.used + workers * worker_size.used)};
-  const Workspace workspace = carve(carver);
-  std::memset(workspace.finished, 0,
-              sizeof(std::int32_t) * static_cast<std::size_t>(args.merge_count * args.cache.kv_heads));
+  float* const partial_results = carver.take<float>(partials);
+  std::int32_t* const finished = carver.take<std::int32_t>(counters);  // [merges, kv_heads]: items done
+  std::memset(finished, 0, sizeof(std::int32_t) * static_cast<std::size_t>(counters));
 
   parallel(context, args.task_count, [&](std::int64_t number, int worker) {
     Carver own{carver.memory + carver.used + static_cast<std::size_t>(worker) * worker_size.used};
-    const Scratch scratch = workspace.worker(args, own);
+    const Scratch<Type> scratch = carve_scratch<Type>(args, own);
     const AttentionTask& task = args.tasks[number];
     const AttentionItem& item = args.items[task.item];
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
-      HeadTask work(args, item, head, scratch, item.merge < 0 ? nullptr : workspace.partials);
+      HeadTask<Type> work(args, item, head, task.head_end, scratch, item.merge < 0 ? nullptr : partial_results);
       work.run();
       if (item.merge < 0) continue;
       const AttentionMerge& merge = args.merges[item.merge];
-      std::int32_t* finished = workspace.finished + item.merge * args.cache.kv_heads + head;
-      if (__atomic_add_fetch(finished, 1, __ATOMIC_ACQ_REL) == merge.items) work.merge(merge);
+      std::int32_t* done = finished + item.merge * args.cache.kv_heads + head;
+      if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) == merge.items) work.merge(merge);
     }
   });
 }
 
+void attention(Context& context, const Attention& args) {
+  if (args.task_count == 0) return;
+  switch (args.cache.type) {
+    case KVType::fp32: return attend<Fp32>(context, args);
+    case KVType::bf16: return attend<Bf16>(context, args);
+    case KVType::int8: return attend<Int8>(context, args);
+    case KVType::int4: return attend<Int4>(context, args);
+  }
+}
+
 }  // namespace
 
-const AttentionKernels attention_kernels = {.write_kv = &write_kv, .attention = &attention};
+const AttentionKernels attention_kernels = {.write_kv = &write_kv, .read_kv = &read_kv, .attention = &attention};
 
 }  // namespace ropeway::ROPEWAY_ISA

@@ -1,11 +1,24 @@
 // Writing keys and values into the paged cache, and attention over it.
 //
 // The cache is one array of blocks; a block holds `block_size` consecutive positions of one sequence, for all layers
-// and heads, so that a block is copied, swapped or dropped as one piece:
+// and heads, so that a block is copied, swapped or dropped as one piece. It is cut into tiles of 16 positions (or of
+// block_size, where that is smaller), each with all that is needed to read it:
 //
-//   block  = [layer][kv head] { keys | values }
-//   keys   = [block_size / tile][head_dim][tile]     tile = min(16, block_size): 16 scores fill 16 lanes
-//   values = [block_size][head_dim]
+//   block = [layer][kv head][block_size / positions] tile
+//   tile  = { keys | values | key scales | value scales | value minimums }
+//
+//   keys     [head_dim / u][positions][u]    16 scores fill 16 lanes, and u features are multiplied at once
+//   values   [positions / u][head_dim][u]    16 features fill 16 lanes, and u positions are multiplied at once
+//
+//            element          u                 scales
+//   fp32     float32          1
+//   bf16     bfloat16         2
+//   int8     code + 128       4                 float16 [positions], keys and values
+//   int4     keys as int8; values [positions / 8][head_dim][4], byte j: positions j (low half) and j + 4 (high half);
+//            their scales and minimums float16 [groups of 64 features][positions]
+//
+// head_dim is rounded up to a multiple of u in the keys. So with 16 positions every 64 bytes hold what sixteen lanes
+// multiply in one step. Quantised tiles are rounded up to 64 bytes.
 //
 // Work of a step is a list of `AttentionTask`s (attention_plan.h), the same for all layers.
 #pragma once
@@ -16,12 +29,25 @@ namespace ropeway {
 
 // Keys are summed in spans of this many absolute positions, whoever asks: see attention.cpp.
 inline constexpr std::int64_t kSpan = 256;
+// Positions of a tile, and features of a 4-bit value that share a scale and a minimum.
+inline constexpr std::int64_t kTile = 16, kValueGroup = 64;
 
+enum class KVType { fp32, bf16, int8, int4 };
+
+// Where the cache lies and how; filled in by `make_kv_storage`, the one source of offsets.
 struct KVStorage {
   std::byte* data;
   std::int64_t layers, kv_heads, head_dim, block_size;
-  bool bf16;  // else float32
+  KVType type;
+  const float* key_factors;  // [layers, kv_heads, head_dim]: keys are divided, queries multiplied by them; or null
+  std::int64_t tile_positions, unit;
+  std::int64_t values, key_scales, value_scales, value_minimums;  // offsets in a tile, bytes
+  std::int64_t tile_bytes, head_bytes, block_bytes;
 };
+
+// Quantised types: block_size at least kTile.
+KVStorage make_kv_storage(std::byte* data, std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim,
+                          std::int64_t block_size, KVType type, const float* key_factors);
 
 struct WriteKV {
   KVStorage cache;
@@ -30,6 +56,16 @@ struct WriteKV {
   const float* v;             // [tokens, kv_heads, head_dim]
   const std::int64_t* slots;  // [tokens]: block * block_size + offset in the block
   std::int64_t tokens;
+};
+
+// Keys and values as attention reads them, keys divided by their factors.
+struct ReadKV {
+  KVStorage cache;
+  std::int64_t layer;
+  const std::int32_t* blocks;  // [count]
+  std::int64_t count;
+  float* k;  // [count * block_size, kv_heads, head_dim]
+  float* v;  // [count * block_size, kv_heads, head_dim]
 };
 
 // Consecutive tokens of a row over a range of spans.
@@ -70,6 +106,7 @@ struct Attention {
 
 struct AttentionKernels {
   void (*write_kv)(Context& context, const WriteKV& args);
+  void (*read_kv)(Context& context, const ReadKV& args);
   void (*attention)(Context& context, const Attention& args);
 };
 

@@ -17,8 +17,9 @@ double cost(std::int64_t keys, std::int64_t tokens) {
   return static_cast<double>(keys) * (static_cast<double>(tokens) + cost_of_a_key);
 }
 
-// Below this a task is not worth claiming on its own: about ten microseconds.
-constexpr double least_task_cost = 1280.0;
+// Heads of a row below this are one task, a few tens of microseconds: from head to head, what comes next is known and
+// fetched.
+constexpr double least_task_cost = 5120.0;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -58,7 +59,7 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
   items.reserve(static_cast<std::size_t>(step.rows));
   const double most_cost = threads > 1 ? total / (3.0 * workers) : total;
   for (std::int64_t row = 0; row < step.rows; ++row) add_items(step, row, tile, most_cost);
-  add_tasks(std::min(least_task_cost, total / (4.0 * workers)));
+  add_tasks(std::min(least_task_cost, total / (16.0 * workers)));
 }
 
 WriteKV AttentionPlan::writing(const KVStorage& cache, std::int64_t layer, const float* k, const float* v) const {

@@ -1,78 +1,104 @@
-// The two products of attention for a panel of queries against up to 256 keys, and the softmax between them.
-//
-// Every lane is a chain of its own: a score is one fused multiply-add after the other over the head's features, an
-// output feature one after the other over the keys. So the shape of a tile never shows in the result.
+// Attention of a panel of queries over one span of keys: scores, the softmax's weights relative to the span's largest
+// score, their sum, and the weighted values.
 #pragma once
 
-#include "kernels/attention.h"
-#include "kernels/simd_math.h"
+#include "kernels/attention_products.h"
+#include "kernels/half.h"
+#include "kernels/kv_layout.h"
 
 namespace ropeway::ROPEWAY_ISA {
 
-// Queries of a panel, and vectors of keys or of output features that meet them at once: as many sums as registers
-// hold, with room for the operands.
-inline constexpr int kPanel = kVectorRegisters >= 8 ? 6 : 2;
-inline constexpr int kWide = kVectorRegisters >= 32 ? 4 : 1;
+// ------------------------------------------------------------------ queries
 
-inline f32x16 load_lanes(const float* p) { return load_f32(p); }
-inline f32x16 load_lanes(const std::uint16_t* p) { return load_bf16(p); }
+// A head's queries as the products want them. Panels differ by at most one query, so that none is left with few.
+template <class Type>
+struct Queries {
+  typename Type::Input* rows;  // panel by panel: [passes][steps][queries of the panel][unit]
+  float* scales;               // [queries]: of codes
+  std::int32_t* starts;        // [queries]: what corrects for keys stored as code + 128
+  int count, panels;
+  std::int64_t steps;
 
-// Memory is read faster in several streams, and the processor's own guesses end at every block: so while a tile is
-// used, the tile this many places later is fetched.
-inline constexpr int kAhead = 4;
-
-// Where a span's keys and values lie: one address per 16 keys. After the last keys follow the first values, and after
-// the last values what is needed next, so that there is always something to fetch. `Fetch`: they lie in memory, not
-// in a copy made just now.
-template <class Element, bool Fetch>
-struct SpanTiles {
-  const Element* keys[kSpan / 16 + kAhead];    // [head_dim][16]
-  const Element* values[kSpan / 16 + kAhead];  // [16][value_stride]
-  std::int64_t value_stride;
+  int begin(int panel) const { return static_cast<int>(std::int64_t{panel} * count / panels); }
+  const typename Type::Input* panel(int number) const {
+    return rows + begin(number) * steps * Type::unit * Type::passes;
+  }
 };
 
-// Into the second-level cache: in the first one, tiles of the same alignment would push each other out.
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-
-// scores[r][16 t + lane] for `Tiles` tiles: sum over d of q[d][r] * keys[t][d][lane].
-template <int Queries, int Tiles, bool Fetch, class Element>
-inline void score_tiles(const float* q, const Element* const* keys, std::int64_t head_dim, float* scores) {
-  f32x16 sums[Queries][Tiles];
-  for (int r = 0; r < Queries; ++r)
-    for (int t = 0; t < Tiles; ++t) sums[r][t] = zero_f32();
-  for (std::int64_t d = 0; d < head_dim; ++d) {
-    f32x16 k[Tiles];
-    for (int t = 0; t < Tiles; ++t) {
-      k[t] = load_lanes(keys[t] + 16 * d);
-      if constexpr (Fetch) fetch(keys[kAhead + t] + 16 * d);
+// Writes query r of a panel of `rows`, x [size], zeros after its end up to whole vectors.
+template <class Type>
+void pack_query(const Queries<Type>& queries, int panel, int r, const float* x, std::int64_t size,
+                typename Type::Input* row) {
+  using Input = typename Type::Input;
+  const int first = queries.begin(panel), rows = queries.begin(panel + 1) - first;
+  const std::int64_t padded = round_up(size, 16);
+  if constexpr (!Type::codes) {
+    for (std::int64_t d = 0; d < padded; d += 16) Type::store(row + d, load_f32(x + d));
+  } else {
+    i32x16 top = set_i32(0);
+    for (std::int64_t d = 0; d < padded; d += 16) top = max(abs_bits(load_f32(x + d)), top);
+    const float largest = bits_float(static_cast<std::uint32_t>(reduce_max(top)));
+    const float inverse = static_cast<float>(kMostCode) / largest;
+    const f32x16 factor = set_f32(inverse > 0x1p127F ? 0x1p127F : inverse);  // zeros stay zeros
+    f32x16 sum = zero_f32();
+    for (std::int64_t d = 0; d < padded; d += 16) {
+      const f32x16 codes = round_even(mul(load_f32(x + d), factor));
+      sum = add(sum, codes);  // exact: below 2^24
+      store_digits(row + d, padded, codes);
     }
-    for (int r = 0; r < Queries; ++r) {
-      const f32x16 query = set_f32(q[d * Queries + r]);
-      for (int t = 0; t < Tiles; ++t) sums[r][t] = fma(query, k[t], sums[r][t]);
-    }
+    queries.scales[first + r] = largest / static_cast<float>(kMostCode);
+    const float total = lane_sum(sum);
+    queries.starts[first + r] = total == total ? -128 * static_cast<std::int32_t>(total) : 0;
   }
-  for (int r = 0; r < Queries; ++r)
-    for (int t = 0; t < Tiles; ++t) store_f32(scores + r * kSpan + 16 * t, sums[r][t]);
+  Input* to = queries.rows + first * queries.steps * Type::unit * Type::passes + r * Type::unit;
+  for (int pass = 0; pass < Type::passes; ++pass) {
+    for (std::int64_t s = 0; s < queries.steps; ++s, to += rows * Type::unit)
+      std::memcpy(to, row + pass * padded + s * Type::unit, Type::unit * sizeof(Input));
+  }
 }
 
-// Scores of a panel for key tiles [begin, end) of a span; q [head_dim][Queries] -> scores [Queries][kSpan].
-template <int Queries, class Element, bool Fetch>
-void score_panel(const float* q, const SpanTiles<Element, Fetch>& tiles, int begin, int end, std::int64_t head_dim,
-                 float* scores) {
+// ------------------------------------------------------------------ scores
+
+// Scores of a panel for key tiles [begin, end) of a span -> scores [Rows][kSpan]; up to kWide - 1 more are written.
+template <class Type, int Rows, bool Fetch>
+void score_panel(const Queries<Type>& queries, int panel, const SpanTiles& tiles, int begin, int end, float* scores) {
+  const typename Type::Input* q = queries.panel(panel);
+  const std::int32_t* starts = queries.starts + queries.begin(panel);
+  const std::byte* const* keys = tiles.keys;
   int t = begin;
   for (; t + kWide <= end; t += kWide)
-    score_tiles<Queries, kWide, Fetch>(q, tiles.keys + t, head_dim, scores + 16 * t);
+    score_tiles<Type, Rows, kWide, Fetch>(q, starts, keys + t, keys + kAhead + t, queries.steps, scores + 16 * t);
   if constexpr (kWide > 1) {
-    for (; t + 2 <= end; t += 2) score_tiles<Queries, 2, Fetch>(q, tiles.keys + t, head_dim, scores + 16 * t);
-    if (t < end) score_tiles<Queries, 1, Fetch>(q, tiles.keys + t, head_dim, scores + 16 * t);
+    for (; t < end; t += 2) {
+      const std::byte* const pair[] = {keys[t], keys[t + 1 < end ? t + 1 : t]};
+      score_tiles<Type, Rows, 2, Fetch>(q, starts, pair, keys + kAhead + t, queries.steps, scores + 16 * t);
+    }
+  }
+  if constexpr (Type::codes) {
+    for (t = begin; t < end; ++t) {
+      const f32x16 key_scales = load_f16(tiles.key_scales[t]);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        float* place = scores + r * kSpan + 16 * t;
+        const f32x16 scale = mul(set_f32(queries.scales[queries.begin(panel) + r]), key_scales);
+        store_f32(place, mul(load_f32(place), scale));
+      }
+    }
   }
 }
 
-// Turns the scores (in powers of two) of keys [begin, end) into weights 2^(score - most), in place; returns their sum.
-inline float soften(float* scores, int begin, int end, float& most) {
-  const int first = begin & ~15, last = (end + 15) & ~15;
-  for (int i = first; i < begin; ++i) scores[i] = -kInfinity;
-  for (int i = end; i < last; ++i) scores[i] = -kInfinity;
+// ------------------------------------------------------------------ softmax
+
+// Keys [begin, end) of a span, and the tiles [first, last) whose weights are wanted: zero beyond the keys.
+struct Visible {
+  int begin, end, first, last;
+};
+
+// Turns scores (in powers of two) into weights 2^(score - most), in place; returns their sum.
+inline float soften(float* scores, const Visible& keys, float& most) {
+  const int first = keys.begin & ~15, last = (keys.end + 15) & ~15;
+  for (int i = first; i < keys.begin; ++i) scores[i] = -kInfinity;
+  for (int i = keys.end; i < last; ++i) scores[i] = -kInfinity;
   f32x16 peak = set_f32(-kInfinity);
   for (int i = first; i < last; i += 16) peak = max(load_f32(scores + i), peak);
   most = lane_max(peak);
@@ -84,59 +110,144 @@ inline float soften(float* scores, int begin, int end, float& most) {
     store_f32(scores + i, weight);
     sum = add(sum, weight);
   }
+  for (int i = 16 * keys.first; i < first; i += 16) store_f32(scores + i, zero_f32());
+  for (int i = last; i < 16 * keys.last; i += 16) store_f32(scores + i, zero_f32());
   return lane_sum(sum);
 }
 
-// sums[r][16 n + lane] += sum over keys [begin, end) of weights[r][key] * values[key][column + 16 n + lane]; all keys
-// in one group of kAhead tiles.
-template <int Queries, int Vectors, class Element, bool Fetch>
-inline void weigh_columns(const float* weights, const SpanTiles<Element, Fetch>& tiles, int begin, int end,
-                          std::int64_t column, float* sums, std::int64_t sums_stride) {
-  f32x16 total[Queries][Vectors];
-  for (int r = 0; r < Queries; ++r)
-    for (int n = 0; n < Vectors; ++n) total[r][n] = load_f32(sums + r * sums_stride + column + 16 * n);
-  for (int key = begin; key < end;) {
-    const int stop = (key | 15) + 1 < end ? (key | 15) + 1 : end;
-    const Element* row = tiles.values[key >> 4] + (key & 15) * tiles.value_stride + column;
-    for (; key < stop; ++key, row += tiles.value_stride) {
-      f32x16 v[Vectors];
-      for (int n = 0; n < Vectors; ++n) v[n] = load_lanes(row + 16 * n);
-      if constexpr (Fetch) {
-        // A line of the next group for each line used of this one, from its kAhead tiles in turn.
-        const int place = key % (16 * kAhead);
-        const auto* ahead = reinterpret_cast<const char*>(tiles.values[(key - place) / 16 + kAhead + place % kAhead]);
-        const std::size_t first_byte = static_cast<std::size_t>(column) * sizeof(Element);
-        for (std::size_t byte = (first_byte + 63) / 64 * 64; byte < first_byte + 16 * Vectors * sizeof(Element);
-             byte += 64) {
-          fetch(ahead + 16 * byte + 64 * (place / kAhead));
-        }
-      }
-      for (int r = 0; r < Queries; ++r) {
-        const f32x16 weight = set_f32(weights[r * kSpan + key]);
-        for (int n = 0; n < Vectors; ++n) total[r][n] = fma(weight, v[n], total[r][n]);
-      }
-    }
-  }
-  for (int r = 0; r < Queries; ++r)
-    for (int n = 0; n < Vectors; ++n) store_f32(sums + r * sums_stride + column + 16 * n, total[r][n]);
+// A query's weights as the products want them.
+template <class Type>
+struct Weights {
+  typename Type::Input* rows;  // [groups][passes][kSpan]
+  float* scales;               // [groups]: of codes
+  float* bases;                // [groups]: sum of weights times minimums
+  std::int32_t* starts;        // [groups]
+};
+
+// Scales of a tile's positions, zeros for those a query does not see: what lies there may be a NaN.
+inline f32x16 visible_scales(const std::uint16_t* scales, int tile, const Visible& keys) {
+  const f32x16 all = load_f16(scales);
+  if (keys.begin <= 16 * tile && 16 * (tile + 1) <= keys.end) return all;
+  float lanes[16];
+  store_f32(lanes, all);
+  for (int i = 0; i < 16; ++i)
+    if (16 * tile + i < keys.begin || 16 * tile + i >= keys.end) lanes[i] = 0.0F;
+  return load_f32(lanes);
 }
 
-// Adds the weighted values of keys [begin, end) to sums [Queries][width], width a multiple of 16.
-template <int Queries, class Element, bool Fetch>
-void weigh_panel(const float* weights, const SpanTiles<Element, Fetch>& tiles, int begin, int end, std::int64_t width,
-                 float* sums) {
-  constexpr int group = 16 * kAhead;
-  for (int first = begin; first < end;) {
-    const int last = (first / group + 1) * group < end ? (first / group + 1) * group : end;
-    std::int64_t column = 0;
-    for (; column + 16 * kWide <= width; column += 16 * kWide)
-      weigh_columns<Queries, kWide>(weights, tiles, first, last, column, sums, width);
-    if constexpr (kWide > 1) {
-      for (; column + 32 <= width; column += 32)
-        weigh_columns<Queries, 2>(weights, tiles, first, last, column, sums, width);
-      if (column < width) weigh_columns<Queries, 1>(weights, tiles, first, last, column, sums, width);
+// Weights times the values' scales as codes, group by group; `weights` [kSpan] are lost.
+template <class Type>
+void quantise_weights(const float* weights, const SpanTiles& tiles, const Visible& keys, std::int64_t groups,
+                      const Weights<Type>& to) {
+  const int first = keys.begin / 16, last = (keys.end + 15) / 16;
+  float scaled[kSpan];
+  for (std::int64_t g = 0; g < groups; ++g) {
+    typename Type::Input* row = to.rows + g * Type::passes * kSpan;
+    f32x16 top = zero_f32(), all = zero_f32(), base = zero_f32();
+    for (int t = first; t < last; ++t) {
+      const f32x16 weight = load_f32(weights + 16 * t);
+      const f32x16 product = mul(weight, visible_scales(tiles.value_scales[t] + g * kTile, t, keys));
+      store_f32(scaled + 16 * t, product);
+      top = max(product, top);
+      all = add(all, product);
+      if constexpr (Type::value_offset == 0)
+        base = fma(weight, visible_scales(tiles.value_minimums[t] + g * kTile, t, keys), base);
     }
-    first = last;
+    const float largest = lane_max(top), inverse = static_cast<float>(kMostCode) / largest;
+    const f32x16 factor = set_f32(inverse > 0x1p127F ? 0x1p127F : inverse);
+    f32x16 sum = zero_f32();
+    for (int t = keys.first; t < keys.last; ++t) {
+      const bool seen = first <= t && t < last;
+      const f32x16 codes = seen ? round_even(mul(load_f32(scaled + 16 * t), factor)) : zero_f32();
+      sum = add(sum, codes);  // exact: below 2^24
+      store_digits(row + 16 * t, kSpan, codes);
+    }
+    const float total = lane_sum(sum), checked = lane_sum(all);
+    const bool is_nan = checked != checked;
+    to.scales[g] = is_nan ? checked : largest / static_cast<float>(kMostCode);
+    to.starts[g] = is_nan ? 0 : -Type::value_offset * static_cast<std::int32_t>(total);
+    to.bases[g] = lane_sum(base);
+  }
+}
+
+// ------------------------------------------------------------------ weighted values
+
+// sums [Rows][width] of float weights, columns [column, column + 16 Wide), over tiles [begin, end).
+template <class Type, int Rows, int Wide, bool Fetch>
+inline void weigh_columns(const typename Type::Input* weights, std::int64_t stride, const SpanTiles& tiles, int begin,
+                          int end, std::int64_t column, std::int64_t width, float* sums) {
+  f32x16 total[Rows][Wide];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < Wide; ++n) total[r][n] = load_f32(sums + r * width + column + 16 * n);
+  constexpr int steps = kTile / Type::value_unit;
+#pragma GCC unroll 1
+  for (int i = begin * steps; i < end * steps; ++i) {
+    const std::int64_t at = 4 * column + i % steps * 4 * width;
+    weigh_step<Type, Rows, Wide, Fetch>(total, weights + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+                                        tiles.values[i / steps + kAhead] + at);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < Wide; ++n) store_f32(sums + r * width + column + 16 * n, total[r][n]);
+}
+
+// The same with codes: all tiles of the panel at once, because integers become float32 at the end.
+template <class Type, int Rows, int Wide, bool Fetch>
+inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups, const SpanTiles& tiles, int begin,
+                               int end, std::int64_t column, std::int64_t width, float* sums) {
+  const std::int64_t g = groups == 1 ? 0 : column / kValueGroup, stride = groups * Type::passes * kSpan;
+  const typename Type::Input* x = weights.rows + g * Type::passes * kSpan;
+  typename Type::Sum total[Rows][Wide];
+  start_sums<Type>(total, weights.starts + g, groups);
+  constexpr int steps = kTile / Type::value_unit;
+#pragma GCC unroll 1
+  for (int i = begin * steps; i < end * steps; ++i) {
+    const std::int64_t at = 4 * column + i % steps * 4 * width;
+    weigh_step<Type, Rows, Wide, Fetch>(total, x + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+                                        tiles.values[i / steps + kAhead] + at);
+  }
+  if constexpr (Type::passes == 2) {
+    typename Type::Sum low[Rows][Wide];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+      for (int n = 0; n < Wide; ++n) low[r][n] = Type::shift(total[r][n], weights.starts[r * groups + g]);
+#pragma GCC unroll 1
+    for (int i = begin * steps; i < end * steps; ++i) {
+      const std::int64_t at = 4 * column + i % steps * 4 * width;
+      weigh_step<Type, Rows, Wide, false>(low, x + kSpan + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+                                          nullptr);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+      for (int n = 0; n < Wide; ++n) total[r][n] = low[r][n];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    const f32x16 scale = set_f32(weights.scales[r * groups + g]), base = set_f32(weights.bases[r * groups + g]);
+#pragma GCC unroll 8
+    for (int n = 0; n < Wide; ++n)
+      store_f32(sums + r * width + column + 16 * n, fma(Type::value(total[r][n]), scale, base));
+  }
+}
+
+// Calls body(column, Count<vectors>{}) for all columns of `width`.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+template <class Body>
+inline void for_columns(std::int64_t width, const Body& body) {
+  std::int64_t column = 0;
+  for (; column + 16 * kWide <= width; column += 16 * kWide) body(column, Count<kWide>{});
+  if constexpr (kWide > 1) {
+    for (; column + 32 <= width; column += 32) body(column, Count<2>{});
+    if (column < width) body(column, Count<1>{});
   }
 }
 

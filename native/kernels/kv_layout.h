@@ -5,20 +5,29 @@
 
 namespace ropeway::ROPEWAY_ISA {
 
-inline std::int64_t key_tile(const KVStorage& cache) { return cache.block_size < 16 ? cache.block_size : 16; }
+inline std::int64_t round_up(std::int64_t n, std::int64_t step) { return (n + step - 1) / step * step; }
+inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+inline std::int64_t most_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 
-// Elements of the keys (or of the values) of one head in one block.
-inline std::int64_t head_elements(const KVStorage& cache) { return cache.block_size * cache.head_dim; }
-
-template <class Element>
-inline Element* block_keys(const KVStorage& cache, std::int64_t block, std::int64_t layer, std::int64_t head) {
+// The tile of a block that holds its position `place`.
+inline std::byte* tile_at(const KVStorage& cache, std::int64_t block, std::int64_t layer, std::int64_t head,
+                          std::int64_t place) {
   const std::int64_t part = (block * cache.layers + layer) * cache.kv_heads + head;
-  return reinterpret_cast<Element*>(cache.data) + part * 2 * head_elements(cache);
+  return cache.data + part * cache.head_bytes + place / cache.tile_positions * cache.tile_bytes;
 }
 
-template <class Element>
-inline Element* block_values(const KVStorage& cache, std::int64_t block, std::int64_t layer, std::int64_t head) {
-  return block_keys<Element>(cache, block, layer, head) + head_elements(cache);
+// Offsets in elements: feature d of a tile's position in the keys, and in the values.
+inline std::int64_t key_element(const KVStorage& cache, std::int64_t position, std::int64_t d) {
+  return (d / cache.unit * cache.tile_positions + position) * cache.unit + d % cache.unit;
 }
+inline std::int64_t value_element(const KVStorage& cache, std::int64_t position, std::int64_t d) {
+  const std::int64_t unit = least(cache.unit, cache.tile_positions);
+  return (position / unit * cache.head_dim + d) * unit + position % unit;
+}
+// Offset in bytes of a 4-bit value; positions with bit 2 set are in the high half.
+inline std::int64_t small_value_byte(const KVStorage& cache, std::int64_t position, std::int64_t d) {
+  return (position / 8 * cache.head_dim + d) * 4 + position % 4;
+}
+inline int small_value_shift(std::int64_t position) { return position & 4; }
 
 }  // namespace ropeway::ROPEWAY_ISA

@@ -1,91 +1,130 @@
-// The keys and values of one span of positions, as the products of attention_tile.h want them: where they lie if
-// sixteen keys lie together, else a copy.
+// The keys and values of one span of positions, as the products want them: where they lie if that is in whole tiles
+// and vectors, else a copy.
 #pragma once
 
 #include <cstring>
 
-#include "kernels/attention_tile.h"
+#include "kernels/attention_products.h"
 #include "kernels/kv_layout.h"
 
 namespace ropeway::ROPEWAY_ISA {
 
-inline std::int64_t round_up(std::int64_t n, std::int64_t step) { return (n + step - 1) / step * step; }
-inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-inline std::int64_t most_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-
-inline float widen(float x) { return x; }
-inline float widen(std::uint16_t x) {
-  const std::uint32_t bits = std::uint32_t{x} << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
-}
-
-// Keys [begin, end) of a span, relative to its start, and where its blocks are.
+// Keys of a span, relative to its start, and where its blocks are. A query sees a range of keys that starts in
+// [begin, common_begin] and ends in [common_end, end].
 struct SpanRange {
   std::int64_t start;  // absolute position of the span
   std::int64_t begin, end;
-  std::int64_t end_of_item;  // relative to the start as well; beyond the span if the next one follows
+  std::int64_t common_begin, common_end;
   const std::int32_t* block_table;
 };
 
-template <class Element>
-SpanTiles<Element, true> tiles_in_place(const KVStorage& cache, std::int64_t layer, std::int64_t head,
-                                        const SpanRange& range) {
-  const auto offset = [&](std::int64_t t) { return (range.start + 16 * t) % cache.block_size * cache.head_dim; };
-  const auto block = [&](std::int64_t t) { return range.block_table[(range.start + 16 * t) / cache.block_size]; };
-  SpanTiles<Element, true> tiles;
-  tiles.value_stride = cache.head_dim;
-  const std::int64_t first = range.begin / 16, last = (range.end + 15) / 16;
-  for (std::int64_t t = first; t < last; ++t) {
-    tiles.keys[t] = block_keys<Element>(cache, block(t), layer, head) + offset(t);
-    tiles.values[t] = block_values<Element>(cache, block(t), layer, head) + offset(t);
-  }
-  for (std::int64_t i = 0; i < kAhead; ++i) tiles.keys[last + i] = tiles.values[least(first + i, last - 1)];
-  const std::int64_t next_group = round_up(last, kAhead);
-  for (std::int64_t t = last; t < next_group + kAhead; ++t) {
-    const std::int64_t next_tile = kSpan / 16 + t - next_group;
-    const bool follows = t >= next_group && 16 * next_tile < range.end_of_item;
-    tiles.values[t] = follows ? block_keys<Element>(cache, block(next_tile), layer, head) + offset(next_tile)
-                              : tiles.values[last - 1];
-  }
-  return tiles;
+// What a copy lays out: tiles of 16 positions, features rounded up to whole vectors.
+struct CopyLayout {
+  std::int64_t steps, width;            // of the keys: units of features; of the values: features
+  std::int64_t key_bytes, value_bytes;  // of a tile
+};
+
+inline CopyLayout copy_layout(const KVStorage& cache) {
+  const std::int64_t steps = (cache.head_dim + cache.unit - 1) / cache.unit, width = round_up(cache.head_dim, 16);
+  const std::int64_t step_positions = cache.type == KVType::int4 ? 8 : cache.unit;
+  return {steps, width, 64 * steps, kTile / step_positions * width * 4};
 }
 
-// Copies keys and values [range.begin, range.end) to float32; values padded with zeros to `width` features. Blocks
-// without a key in the range are not touched: their table entries may be undefined.
-template <class Element>
-SpanTiles<float, false> tiles_copied(const KVStorage& cache, std::int64_t layer, std::int64_t head,
-                                     const SpanRange& range, std::int64_t width, float* keys, float* values) {
-  const std::int64_t size = cache.head_dim, tile = key_tile(cache);
-  SpanTiles<float, false> tiles;
-  tiles.value_stride = width;
-  for (int t = 0; t < kSpan / 16; ++t) {
-    tiles.keys[t] = keys + 16 * t * size;
-    tiles.values[t] = values + 16 * t * width;
+class SpanReader {
+ public:
+  SpanReader(const KVStorage& cache, std::int64_t layer, std::byte* keys, std::byte* values)
+      : cache_(cache), layer_(layer), layout_(copy_layout(cache)), keys_(keys), values_(values) {}
+
+  // Blocks without a key in the range are not touched: their table entries may be undefined. `next` are the tiles read
+  // after this span, null where there are none. Returns false where a value that some query does not see is not finite:
+  // a weight of zero would not keep it out.
+  bool read(std::int64_t head, const SpanRange& range, const std::byte* const* next, SpanTiles& tiles) const {
+    const bool whole = cache_.tile_positions == kTile, vectors = whole && cache_.head_dim % 16 == 0;
+    const std::int64_t first = range.begin / kTile, last = (range.end + kTile - 1) / kTile;
+    bool finite = true;
+    for (std::int64_t t = first; t < last; ++t) {
+      const std::byte* tile = whole ? tile_of(head, range, t * kTile) : nullptr;
+      std::byte* const key_copy = keys_ + t * layout_.key_bytes;
+      std::byte* const value_copy = values_ + t * layout_.value_bytes;
+      tiles.keys[t] = whole ? tile : key_copy;
+      if (!whole) copy_keys(head, range, t, key_copy);
+      const bool seen = range.common_begin <= t * kTile && (t + 1) * kTile <= range.common_end;
+      if (cache_.type == KVType::int8 || cache_.type == KVType::int4) {  // codes are finite
+        tiles.key_scales[t] = reinterpret_cast<const std::uint16_t*>(tile + cache_.key_scales);
+        tiles.value_scales[t] = reinterpret_cast<const std::uint16_t*>(tile + cache_.value_scales);
+        tiles.value_minimums[t] = reinterpret_cast<const std::uint16_t*>(tile + cache_.value_minimums);
+        tiles.values[t] = vectors ? tile + cache_.values : value_copy;
+        if (!vectors) copy_value_rows(tile + cache_.values, value_copy);
+      } else if (vectors && seen) {
+        tiles.values[t] = tile + cache_.values;
+      } else {
+        tiles.values[t] = value_copy;
+        const bool copied = cache_.type == KVType::fp32 ? copy_values<std::uint32_t>(head, range, t, value_copy)
+                                                        : copy_values<std::uint16_t>(head, range, t, value_copy);
+        finite = finite && (copied || seen);
+      }
+    }
+    for (std::int64_t i = 0; i <= kAhead; ++i) tiles.keys[last + i] = tiles.values[least(first + i, last - 1)];
+    for (std::int64_t i = 0; i < kAhead; ++i) {
+      tiles.values[last + i] = next[i] == nullptr ? tiles.values[last - 1] : next[i];
+    }
+    return finite;
   }
-  for (std::int64_t at = range.begin / tile * tile; at < range.end; at += tile) {
+
+  const std::byte* tile_of(std::int64_t head, const SpanRange& range, std::int64_t at) const {
     const std::int64_t position = range.start + at;
-    const std::int64_t block = range.block_table[position / cache.block_size];
-    const std::int64_t offset = position % cache.block_size * size;
-    const Element* k = block_keys<Element>(cache, block, layer, head) + offset;
-    const Element* v = block_values<Element>(cache, block, layer, head) + offset;
-    float* key_place = keys + at / 16 * 16 * size + at % 16;
-    if (tile == 16) {
-      for (std::int64_t d = 0; d < size; ++d) store_f32(key_place + 16 * d, load_lanes(k + 16 * d));
-    } else {
-      for (std::int64_t d = 0; d < size; ++d)
-        for (std::int64_t j = 0; j < tile; ++j) key_place[16 * d + j] = widen(k[d * tile + j]);
-    }
-    for (std::int64_t j = 0; j < tile; ++j) {
-      float* place = values + (at + j) * width;
-      std::int64_t d = 0;
-      for (; d + 16 <= size; d += 16) store_f32(place + d, load_lanes(v + j * size + d));
-      for (; d < size; ++d) place[d] = widen(v[j * size + d]);
-      for (; d < width; ++d) place[d] = 0.0F;
+    return tile_at(cache_, range.block_table[position / cache_.block_size], layer_, head, position % cache_.block_size);
+  }
+
+ private:
+  // From blocks smaller than a tile.
+  void copy_keys(std::int64_t head, const SpanRange& range, std::int64_t t, std::byte* to) const {
+    const std::int64_t positions = cache_.tile_positions, line = 4 * positions;  // bytes of a step
+    for (std::int64_t at = t * kTile; at < least((t + 1) * kTile, range.end); at += positions) {
+      if (at + positions <= range.begin) continue;
+      const std::byte* from = tile_of(head, range, at);
+      for (std::int64_t s = 0; s < layout_.steps; ++s)
+        std::memcpy(to + 64 * s + 4 * (at % kTile), from + line * s, static_cast<std::size_t>(line));
     }
   }
-  return tiles;
-}
+
+  // Of codes, whose rows may be shorter than whole vectors.
+  void copy_value_rows(const std::byte* from, std::byte* to) const {
+    const std::int64_t row = cache_.head_dim * 4, padded = layout_.width * 4;
+    for (std::int64_t i = 0; i * padded < layout_.value_bytes; ++i) {
+      std::memcpy(to + i * padded, from + i * row, static_cast<std::size_t>(row));
+      std::memset(to + i * padded + row, 0, static_cast<std::size_t>(padded - row));
+    }
+  }
+
+  // Values of a tile's positions in the range, zeros elsewhere. Returns whether all are finite.
+  template <class Element>
+  bool copy_values(std::int64_t head, const SpanRange& range, std::int64_t t, std::byte* to) const {
+    constexpr std::int64_t unit = 4 / sizeof(Element);
+    constexpr auto infinity = static_cast<Element>(sizeof(Element) == 4 ? 0x7F800000 : 0x7F80);
+    std::memset(to, 0, static_cast<std::size_t>(layout_.value_bytes));
+    Element top = 0;
+    for (std::int64_t at = most_of(t * kTile, range.begin); at < least((t + 1) * kTile, range.end); ++at) {
+      const std::int64_t place = at % kTile, position = place % cache_.tile_positions;
+      const auto* values = reinterpret_cast<const Element*>(tile_of(head, range, at) + cache_.values);
+      const Element* from = values + value_element(cache_, position, 0);
+      Element* row = reinterpret_cast<Element*>(to) + place / unit * unit * layout_.width + place % unit;
+      const std::int64_t step = least(unit, cache_.tile_positions);
+      for (std::int64_t d = 0; d < cache_.head_dim; ++d) {
+        const Element x = from[d * step];
+        const auto magnitude = static_cast<Element>(x & (infinity | (infinity - 1)));
+        top = magnitude > top ? magnitude : top;
+        row[d * unit] = x;
+      }
+    }
+    return top < infinity;
+  }
+
+  const KVStorage& cache_;
+  const std::int64_t layer_;
+  const CopyLayout layout_;
+  std::byte* const keys_;
+  std::byte* const values_;
+};
 
 }  // namespace ropeway::ROPEWAY_ISA

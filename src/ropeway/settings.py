@@ -347,6 +347,8 @@ _AT_MOST: Mapping[str, float] = {
     "watermark": 0.9,
     "admission_quantile": 1,
 }
+_KEY_GROUP = 32
+"""Tokens over which kv_dtype int4-full quantises keys."""
 _NOT_EMPTY = ("model", "host", "api_key", "served_model_name", "disk_cache", "length_profile", "tiers")
 
 
@@ -419,6 +421,14 @@ def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[s
         needs("disk_cache", None, "prefix_cache", "what is kept on disk are cached prefixes")
     if values["padded_rows"] and values["batching"] == "continuous":
         needs("padded_rows", False, "batching", "only static and dynamic batches have rows to pad")
+
+    dtype, size = "kv_dtype", "block_size"
+    if values[dtype] == "int4-full" and values[size] < _KEY_GROUP:
+        if origins[dtype].rank > origins[size].rank:
+            notes.append(f"{size} changed from {values[size]} to {_KEY_GROUP} to go with {dtype} {values[dtype]}")
+            values[size], origins[size] = _KEY_GROUP, Origin(0, f"adjusted to {dtype}")
+        else:
+            needs(dtype, "auto", size, f"it keeps keys in groups of {_KEY_GROUP} tokens; give block_size {_KEY_GROUP}")
 
     port, management = "port", "management_port"
     if values[management] is None and values[port] == 65535:

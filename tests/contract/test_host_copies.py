@@ -16,9 +16,9 @@ from tests.support.devices import DEVICES, device
 from tests.support.paged import Rows, scattered_blocks
 
 every_device = pytest.mark.parametrize("name", DEVICES)
-every_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+every_dtype = pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
 
-LAYERS, KV_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 4, 24, 8
+LAYERS, KV_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 4, 24, 16
 LENGTHS = (37, 5, 64)
 NUM_BLOCKS = 40
 HOST_BLOCKS = 25

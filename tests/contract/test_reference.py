@@ -14,11 +14,12 @@ from ropeway.devices.base import (
     DenseTensor,
     GroupedTensor,
     HostTensor,
+    KVCache,
     KVDtype,
     StepShape,
     philox_uniform,
 )
-from ropeway.devices.reference import ReferenceDevice, ReferenceKVCache
+from ropeway.devices.reference import ReferenceDevice
 from ropeway.devices.stream import InlineStream
 from ropeway.errors import OutOfMemory
 
@@ -116,11 +117,13 @@ def test_a_product_in_slices_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -
 # --------------------------------------------------------------------------- attention
 
 
-def cache_of(kv_heads: int, head_dim: int, *, blocks: int = 12, block_size: int = 4, dtype: KVDtype = "fp32"):
+def cache_of(
+    kv_heads: int, head_dim: int, *, blocks: int = 12, block_size: int = 4, dtype: KVDtype = "fp32"
+) -> KVCache:
     cache = DEVICE.kv_cache(2, blocks, kv_heads, head_dim, block_size, dtype)
-    assert isinstance(cache, ReferenceKVCache)
-    cache.keys.fill_(math.nan)
-    cache.values.fill_(math.nan)
+    block_bytes = DEVICE.kv_block_bytes(2, kv_heads, head_dim, block_size, dtype)
+    noise = np.full((1, block_bytes), 0xFF, dtype=np.uint8)  # NaN, in every type
+    cache.to_device(np.zeros(blocks, dtype=np.int32), noise, np.arange(blocks, dtype=np.int32))
     return cache
 
 
@@ -200,8 +203,9 @@ def test_what_is_written_is_written_to_its_slots_and_nowhere_else() -> None:
     cache = cache_of(1, 2)
     plan = KERNELS.plan_attention(cache, shape_of([(2, 4)], [[5, 1]]))
     KERNELS.write_kv(cache, 1, torch.ones(4, 1, 2), torch.ones(4, 1, 2), plan)
-    written = cache.keys.isfinite().all(dim=(2, 3)).nonzero().tolist()
-    assert written == [[1, 4], [1, 5], [1, 22], [1, 23]]  # blocks of 4: block 1 holds slots 4 to 7
+    for layer, slots in ((0, []), (1, [4, 5, 22, 23])):  # blocks of 4: block 1 holds slots 4 to 7
+        for stored in cache.stored(layer, np.arange(12, dtype=np.int32)):
+            assert stored.isfinite().all(dim=(1, 2)).nonzero().flatten().tolist() == slots
 
 
 # --------------------------------------------------------------------------- small kernels

@@ -1,6 +1,6 @@
 """Same request, same bits, on a real (tiny) model and the native kernels: tokens and log-probabilities do not
 depend on the batch, chunking, preemption by swap or recompute, tiers, prefixes found on the device, in host memory or
-on disk, asynchronous scheduling or seats taken over.
+on disk, asynchronous scheduling or seats taken over; whatever keys and values are stored as.
 
 A failure prints the command that replays it; with a seed it is
 
@@ -31,6 +31,7 @@ from ropeway.devices.base import KVDtype
 from ropeway.engine.assembly import step_tokens
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
+from ropeway.execution.calibration import calibrate
 from ropeway.execution.disk import DiskStore, Layout
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
@@ -47,9 +48,27 @@ from tests.support.tiny_models import tiny_checkpoint
 
 MAX_LEN = 64
 END = 2
-MODELS = {"llama": "fp32", "qwen2-sliding": "bf16", "qwen3": "bf16"}
-WORKLOADS = 110
-"""Per model."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A model, and how it and its keys and values are held."""
+
+    checkpoint: str
+    dtype: Literal["fp32", "bf16"]
+    kv: KVDtype
+    workloads: int
+    block_sizes: tuple[int, ...] = (2, 4, 4, 16)
+    blocks: tuple[int, int] = (9, 20)
+
+
+LINES = {
+    "llama": Line("llama", "fp32", "fp32", 110),
+    "qwen2-sliding": Line("qwen2-sliding", "bf16", "bf16", 110),
+    "qwen3": Line("qwen3", "bf16", "bf16", 110),
+    "int8": Line("llama", "fp32", "int8", 40, (16,), (5, 9)),
+    "int4": Line("qwen2-sliding", "bf16", "int4", 40, (16,), (5, 9)),
+}
 ON_DISK = 5
 seen: Counter[str] = Counter()
 
@@ -58,8 +77,14 @@ Outcome = tuple[list[int], list[float]]
 
 @functools.cache
 def load(name: str) -> Model:
-    checkpoint = open_checkpoint(tiny_checkpoint(name))
-    return load_model(checkpoint, lazy_device("cpu"), SingleProcess(), dtype=MODELS[name], max_model_len=MAX_LEN)
+    line = LINES[name]
+    checkpoint = open_checkpoint(tiny_checkpoint(line.checkpoint))
+    return load_model(checkpoint, lazy_device("cpu"), SingleProcess(), dtype=line.dtype, max_model_len=MAX_LEN)
+
+
+@functools.cache
+def factors(name: str) -> torch.Tensor | None:
+    return calibrate(load(name), lazy_device("cpu"), LINES[name].kv, MAX_LEN).key_factors
 
 
 class Bench:
@@ -76,10 +101,10 @@ class Bench:
         folder: Path | None = None,
     ) -> None:
         model, cpu = load(name), lazy_device("cpu")
-        kv: KVDtype = "fp32" if model.dtype == "fp32" else "bf16"
+        kv = LINES[name].kv
         sizes = model.num_layers, model.num_kv_heads, model.head_dim
-        cache = cpu.kv_cache(sizes[0], blocks, *sizes[1:], block_size, kv)
-        cache.data.fill(0xFF)  # type: ignore[attr-defined]  # NaN in either type
+        cache = cpu.kv_cache(sizes[0], blocks, *sizes[1:], block_size, kv, factors(name))
+        cache.data.fill(0xFF)  # type: ignore[attr-defined]  # NaN in every type
         memory = cpu.host_blocks(host_blocks, cpu.kv_block_bytes(*sizes, block_size, kv)) if host_blocks else None
         self.store: DiskStore | None = None
         self.host: HostTier | None = None
@@ -131,7 +156,8 @@ def alone(name: str, prompt: tuple[int, ...], params_json: bytes, seed: int, max
     """The request by itself: big blocks, one chunk, synchronous, nothing cached."""
     params = msgspec.json.decode(params_json, type=SamplingParams)
     config = SchedulerConfig(max_num_seqs=1, max_batched_tokens=MAX_LEN)
-    bench = Bench(name, max_len // 16 + 1, 16, config, prefix_cache=False)
+    size = max(LINES[name].block_sizes)
+    bench = Bench(name, max_len // size + 1, size, config, prefix_cache=False)
     bench.engine.max_model_len = max_len
     bench.engine.submit([new_request(1, prompt, params, seed)])
     while bench.engine.has_work:
@@ -183,10 +209,9 @@ params = st.builds(
     ignore_eos=st.booleans(),
     min_tokens=st.sampled_from([0, 0, 1]),
 )
-workloads = st.builds(
+_workloads = functools.partial(
+    st.builds,
     Workload,
-    blocks=st.integers(9, 20),
-    block_size=st.sampled_from([2, 4, 4, 16]),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(6, 64),
     chunked=st.sampled_from([True, True, True, False]),
@@ -209,14 +234,21 @@ workloads = st.builds(
 )
 
 
-def crowded(preemption: Literal["swap", "recompute"]) -> Workload:
+def workloads(name: str) -> st.SearchStrategy[Workload]:
+    line = LINES[name]
+    return _workloads(blocks=st.integers(*line.blocks), block_size=st.sampled_from(line.block_sizes))
+
+
+def crowded(name: str, preemption: Literal["swap", "recompute"]) -> Workload:
     """Sure to run out of seats and of blocks, and to find prefixes again."""
     some = functools.partial(SamplingParams, temperature=0.7, ignore_eos=True, logprobs=0)
-    low = [Arrival(0, (*SHARED[:9], last), some(max_tokens=16), 2, None) for last in (50, 51, 52)]
+    small = min(LINES[name].block_sizes) < 16
+    blocks, size, shared, output = (9, 4, 9, 16) if small else (6, min(LINES[name].block_sizes), 17, 24)
+    low = [Arrival(0, (*SHARED[:shared], last), some(max_tokens=output), 2, None) for last in (50, 51, 52)]
     high = [Arrival(4, (60 + first, *range(70, 84)), some(max_tokens=9), 0, None) for first in (0, 1)]
-    again = Arrival(6, (*SHARED[:9], 53), some(max_tokens=4), 1, None)
+    again = Arrival(6, (*SHARED[:shared], 53), some(max_tokens=4), 1, None)
     gone = Arrival(0, (99, 98, 97), some(max_tokens=20), 1, 5)
-    return Workload(9, 4, 4, 32, True, True, preemption, 100, (1, 1, 0), (*low, *high, again, gone))
+    return Workload(blocks, size, 4, 32, True, True, preemption, 100, (1, 1, 0), (*low, *high, again, gone))
 
 
 def run(name: str, workload: Workload, folder: Path | None = None) -> None:
@@ -281,7 +313,7 @@ def run(name: str, workload: Workload, folder: Path | None = None) -> None:
     seen["wasted rows"] += sum(scheduler.wasted_rows.values())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LINES)
 @pytest.mark.report("vllm-project/vllm#16832")
 @pytest.mark.report("vllm-project/vllm#17524")
 @pytest.mark.report("vllm-project/vllm#27034")
@@ -289,22 +321,22 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(name: str) -> None
     torch.manual_seed(0)
 
     @settings(
-        max_examples=WORKLOADS,
+        max_examples=LINES[name].workloads,
         deadline=None,
         derandomize=False,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(workloads)
-    @example(crowded("swap"))
-    @example(crowded("recompute"))
+    @given(workloads(name))
+    @example(crowded(name, "swap"))
+    @example(crowded(name, "recompute"))
     def check(workload: Workload) -> None:
         run(name, workload)
 
     check()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LINES)
 def test_tokens_and_logprobs_are_the_same_over_a_disk_that_an_earlier_engine_has_filled(name: str) -> None:
     torch.manual_seed(0)
 
@@ -315,7 +347,7 @@ def test_tokens_and_logprobs_are_the_same_over_a_disk_that_an_earlier_engine_has
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(workloads)
+    @given(workloads(name))
     def check(workload: Workload) -> None:
         first = Arrival(0, SHARED[:12], SamplingParams(max_tokens=2), 0, None)
         workload = replace(workload, prefix_cache=True, arrivals=(first, *workload.arrivals))

@@ -7,12 +7,13 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ropeway.errors import LoadError
-from ropeway.loading.digest import HEAD_BYTES, PIECE_BYTES, PIECES, settings_digest, weights_digest
+from ropeway.loading.digest import HEAD_BYTES, PIECE_BYTES, PIECES, array_digest, settings_digest, weights_digest
 from tests.support.tiny_models import tiny_checkpoint
 
 
@@ -143,3 +144,11 @@ def test_settings_have_a_digest_that_does_not_depend_on_their_order() -> None:
     assert one == settings_digest({"rope_scaling": {"b": None, "a": 1}, "model_type": "llama", "rope_theta": 10000.0})
     assert one != settings_digest({"rope_scaling": {"b": None, "a": 1}, "model_type": "llama", "rope_theta": 10001.0})
     assert len(bytes.fromhex(one)) == 32
+
+
+def test_arrays_differ_by_type_shape_and_every_bit() -> None:
+    array = np.array([[0.0, 1.0]], dtype=np.float32)
+    digest = array_digest(array)
+    assert array_digest(array.copy()) == digest
+    for other in (-array, array.T, array.view(np.int32), np.array([[-0.0, 1.0]], dtype=np.float32)):
+        assert array_digest(other) != digest

@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.goals import __main__ as goals
-from benchmarks.goals import admission, batching, chunked, preemption, prefix, simulator, tiers
+from benchmarks.goals import admission, batching, chunked, kv_types, preemption, prefix, simulator, tiers
 from benchmarks.goals.simulated import CONVERSATION, at_once, at_rate, engine_of, joined, pause_s, recorded, run
 from benchmarks.goals.verdict import Check, Outcome
+from ropeway.bench.kv import KVFigures, TypeFigures
 from ropeway.bench.traces import Trace, read_trace
 
 # ---------------------------------------------------------------------- verdicts
@@ -250,3 +251,31 @@ def test_on_the_simulated_engine_the_cost_of_a_preemption_is_what_it_adds(bandwi
     assert row["ratio"] == pytest.approx(costs["auto"] / costs[better])
     if better == "swap":  # 64 blocks of 2 MiB, there and back
         assert costs["swap"] == pytest.approx(2 * 1024 * 131072 / 2e10, rel=0.1)
+
+
+# ---------------------------------------------------------------------- 13: KV types
+
+
+def test_types_of_keys_and_values_are_judged_by_room_speed_and_perplexity():
+    types = [
+        TypeFigures("bf16", 16, 1000, 1.0, 50.0, 1.0),
+        TypeFigures("int8", 16, 515, 1.94, 60.0, 1.2),
+        TypeFigures("int4", 16, 400, 2.5, 45.0, 0.9),
+        TypeFigures("int4-full", 32, note="not stored here"),
+    ]
+    costs = {
+        "int8": {"change_percent": 0.1, "change_error_percent": 0.05},
+        "int4": {"failed": "no such command"},
+        "int4-full": {"failed": "no such command"},
+    }
+    checks = kv_types._checks("m", KVFigures(4096, 4, types), costs)
+    assert [(check.name, check.verdict) for check in checks] == [
+        ("m, int8: room / bf16", "met"),
+        ("m, int8: decode / bf16", "met"),
+        ("m, int8: perplexity", "met"),
+        ("m, int4: room / bf16", "met"),
+        ("m, int4: decode / bf16", "missed"),
+        ("m, int4: perplexity", "skipped"),
+        ("m, int4-full: room / bf16", "skipped"),
+    ]
+    assert [check.note for check in checks[-2:]] == ["no such command", "not stored here"]

@@ -224,6 +224,19 @@ def test_swap_disk_and_padding_are_taken_with_what_they_need():
     assert resolved.config.scheduler.padded_rows
 
 
+def test_int4_full_needs_blocks_of_32_tokens_and_a_default_gives_way_with_a_note(toml):
+    resolved = merged({"kv_dtype": "int4-full"})
+    assert resolved.config.cache.block_size == 32
+    assert "block_size changed from 16 to 32 to go with kv_dtype int4-full" in resolved.notes[0]
+    assert merged({"kv_dtype": "int4-full", "block_size": 64}).config.cache.block_size == 64
+    with pytest.raises(
+        ConfigError, match=r"kv_dtype int4-full .*block_size 16 .*groups of 32 tokens; give block_size 32"
+    ):
+        merged({"kv_dtype": "int4-full", "block_size": 16})
+    weaker = merged({"block_size": 16}, file=toml('[cache]\nkv_dtype = "int4-full"'))
+    assert weaker.config.cache.kv_dtype == "auto"
+
+
 def test_two_sizes_of_the_pool_contradict_unless_one_has_more_authority(toml):
     with pytest.raises(ConfigError, match="same pool"):
         merged({"kv_blocks": 10, "kv_memory": 1.0})

@@ -14,7 +14,7 @@ from ropeway.config import CacheConfig, Config, ModelConfig
 from ropeway.devices.base import Device
 from ropeway.devices.memory import Memory
 from ropeway.engine.assembly import assemble, kv_dtype, pool_blocks
-from ropeway.errors import OutOfMemory
+from ropeway.errors import ConfigError, OutOfMemory
 from ropeway.llm import LLM
 from ropeway.models.model import Model
 from ropeway.request import SamplingParams
@@ -56,6 +56,12 @@ def test_by_default_half_of_the_free_memory_is_left_alone() -> None:
     assert blocks(100 * BLOCK_BYTES) == 50
 
 
+def test_keys_that_int4_full_keeps_beside_the_pool_are_counted_first() -> None:
+    beside = 4 * 2 * 2 * 16 * 32 * 2  # sequences, layers, heads, features, positions, bytes
+    assert blocks(100 * BLOCK_BYTES + beside, kv_dtype="int4-full") == 50
+    assert blocks(100 * BLOCK_BYTES + beside - 1, kv_dtype="int4-full") == 49
+
+
 def test_kv_blocks_and_kv_memory_are_taken_as_asked() -> None:
     assert blocks(8 * GIB, kv_blocks=77) == 77
     assert blocks(8 * GIB, kv_memory=0.5) == 512
@@ -83,11 +89,24 @@ def test_memory_for_less_than_a_block_names_the_least() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "model", "kept"), [("auto", "fp32", "fp32"), ("auto", "q8_0", "bf16"), ("fp32", "bf16", "fp32")]
+    ("asked", "model", "kept"),
+    [("auto", "fp32", "fp32"), ("auto", "q8_0", "bf16"), ("fp32", "bf16", "fp32"), ("int4", "bf16", "int4")],
 )
 def test_keys_and_values_are_kept_in_the_type_asked_for(asked: Any, model: str, kept: str) -> None:
     of_type = cast(Model, SimpleNamespace(dtype=model))
     assert kv_dtype(CacheConfig(kv_dtype=asked), of_type) == kept
+
+
+@pytest.mark.parametrize(("name", "kv", "size"), [("reference", "int4-full", 16), ("cpu", "int4", 8)])
+def test_a_type_that_a_device_cannot_store_is_refused_before_the_weights_are_read(
+    name: str, kv: Any, size: int
+) -> None:
+    config = Config(model=ModelConfig(), cache=CacheConfig(kv_dtype=kv, block_size=size))
+    read: list[int] = []
+    with pytest.raises(ConfigError) as refused:
+        assemble(config, tiny_chat_model(), print, device=device(name), progress=lambda done, _: read.append(done))
+    assert refused.value.param in ("kv_dtype", "block_size")
+    assert not read
 
 
 @pytest.mark.report("vllm-project/vllm#2418")

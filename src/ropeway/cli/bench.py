@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ropeway.cli import bench_memory
+from ropeway.cli import bench_kv, bench_memory
 from ropeway.cli.bench_fit import fit
 from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
@@ -260,5 +260,5 @@ def _overhead_table(runs: list[dict[str, Any]]) -> Any:
     return table
 
 
-for command in (fit, bench_memory.preemption, bench_memory.prefix):
+for command in (fit, bench_kv.kv, bench_memory.preemption, bench_memory.prefix):
     app.command()(command)

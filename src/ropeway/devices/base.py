@@ -10,6 +10,26 @@ of float32 additions.
 Inputs are quantised to codes of one or two base-256 digits, as the device is told (``Activations``): scale =
 max |x| / limit and code = x / scale rounded to the nearest, ties to even, in [-limit, limit]; the limit is 127
 for int8 and 127 * 256 for int16, whose codes are 256 * high + low with both digits in int8.
+
+Keys and values are stored as ``KVDtype`` says. The quantised types compute in float32, one rounding per written
+operation; fp16 rounds to float16, ties to even. ``devices.stored`` has these formulas in PyTorch, and every device
+stores the same codes, scales and minimums, bit for bit:
+
+- **int8**, for each token and head: k = key / factor (``KVCache.key_factors``; values have none), top = max |k|,
+  scale = fp16(top / 127), or the next larger float16 where scale * 127 < top; code = k / scale rounded, ties to even.
+  A token of zeros has scale 0 and codes 0. Where top is not finite or scale overflows, the scale is NaN and the codes
+  are 0: the token poisons those who see it, and nobody else. Read as code * scale. A query is multiplied by the factors
+  once, q * factor, before its products.
+- **int4**: keys as int8. Values, for each token, head and group of 64 channels (the last group of a head may be
+  shorter): minimum = fp16(min), range = max - minimum, scale = fp16(range / 15), or the next larger float16 where
+  scale * 15 < range, and 0 where range <= 0; code = (value - minimum) / scale rounded, ties to even, in [0, 15], and 0
+  where scale is 0. Where anything is not finite, scale and minimum are NaN and the codes 0. Read as
+  code * scale + minimum (the product is exact, the sum rounded once).
+- **int4-full**: values as int4. Keys are first rounded to bfloat16. When the 32 positions [32 g, 32 g + 32) of a
+  sequence are all written, each channel of each head is quantised over them as a group of int4 values is. No factors.
+  A query at position p reads the keys of group p // 32 in bfloat16, always, and those of earlier groups by their codes.
+  So the bfloat16 keys of a group that has begun are kept beside the blocks, by the number of their block, until the
+  group is full, and go wherever ``to_host`` and ``to_device`` take that block.
 """
 
 from __future__ import annotations
@@ -26,12 +46,18 @@ from ropeway.devices.memory import Memory
 from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 
 Layout = Literal["fp32", "bf16", "fp16", "int8", "int4"]
-KVDtype = Literal["fp32", "bf16"]
+KVDtype = Literal["fp32", "bf16", "int8", "int4", "int4-full"]
 Activations = Literal["int16", "int8"]
 
 ACTIVATION_DIGITS: dict[Activations, int] = {"int8": 1, "int16": 2}
 ACTIVATION_GROUP = 32
 """Inputs of quantised products share one scale per this many features."""
+VALUE_GROUP = 64
+"""Channels of a 4-bit value that share a scale and a minimum."""
+KEY_GROUP = 32
+"""Positions over which a channel of 4-bit keys shares them; block_size is a multiple of it."""
+FACTORED: tuple[KVDtype, ...] = ("int8", "int4")
+"""Types whose keys are divided by factors."""
 
 # --------------------------------------------------------------------------- weights as files give them
 
@@ -183,6 +209,17 @@ class KVCache(Protocol):
     def block_size(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def key_factors(self) -> Tensor | None:
+        """float32 [layers, kv_heads, head_dim], positive: what stored keys were divided by (see the module); None: by
+        nothing, and always None but for ``FACTORED`` types."""
+        ...
+
+    def stored(self, layer: int, blocks: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        """Keys and values of these blocks' positions as attention reads them, keys divided by their factors: two of
+        float32 [len(blocks) * block_size, kv_heads, head_dim]. Positions nobody wrote hold anything; so do, with
+        ``int4-full``, keys of a group that is not full. For calibration and tests: not fast."""
+        ...
 
     def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
         """Copy device block ``blocks[i]``, all layers, to ``host[places[i]]`` (uint8 [host blocks, block bytes])."""
@@ -308,13 +345,22 @@ class Device(Protocol):
         ...
 
     def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers. Raises ``ConfigError`` for what this device cannot store so."""
         ...
 
     def kv_cache(
-        self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
+        self,
+        layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: KVDtype,
+        key_factors: Tensor | None = None,
     ) -> KVCache:
-        """Storage for keys and values; raises ``OutOfMemory``."""
+        """Storage for keys and values. ``key_factors``: see ``KVCache``; only for ``FACTORED`` types.
+
+        Raises ``OutOfMemory``, and ``ConfigError`` for what this device cannot store so."""
         ...
 
     def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program | None:

@@ -41,12 +41,13 @@ from ropeway.devices.base import (
 )
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.programs import PreparedStep, Program, ProgramInput
+from ropeway.devices.reference_kv import Begun, ReferenceKVCache, Row
 from ropeway.devices.reference_sampling import sample
+from ropeway.devices.stored import block_bytes, check_kv_dtype
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import OutOfMemory
 
 _DENSE_LAYOUTS: dict[torch.dtype, Layout] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_KV_DTYPES: dict[KVDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PRODUCT_SLICE = 1 << 22
 """Weights widened to float64 at a time, so that a large matrix needs little extra memory."""
 
@@ -97,55 +98,10 @@ class ReferenceWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceKVCache:
-    """Keys and values apart, slot after slot: block b holds slots [b * block_size, (b + 1) * block_size)."""
-
-    keys: Tensor
-    """float32 or bfloat16 [layers, num_blocks * block_size, kv_heads, head_dim]."""
-    values: Tensor
-    """Like ``keys``."""
-    num_blocks: int
-    block_size: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
-        """See ``devices.base.KVCache``. A host block holds the keys of all layers, then the values."""
-        keys, values = self._bytes(self.keys), self._bytes(self.values)
-        for block, place in pages.copy_pairs(blocks, self.num_blocks, places, len(host)):
-            copy = host[place].reshape(2, *keys[:, block].shape)
-            copy[0], copy[1] = keys[:, block], values[:, block]
-
-    def to_device(self, places: NDArray[np.int32], host: NDArray[np.uint8], blocks: NDArray[np.int32]) -> None:
-        """See ``devices.base.KVCache``."""
-        keys, values = self._bytes(self.keys), self._bytes(self.values)
-        for block, place in pages.copy_pairs(blocks, self.num_blocks, places, len(host)):
-            keys[:, block], values[:, block] = host[place].reshape(2, *keys[:, block].shape)
-
-    def _bytes(self, stored: Tensor) -> NDArray[np.uint8]:
-        """uint8 [layers, num_blocks, bytes of a block's layer], the same memory."""
-        return stored.view(torch.uint8).view(stored.shape[0], self.num_blocks, -1).numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of a step: tokens [first, last) of the batch over the keys at positions [0, len(slots))."""
-
-    first: int
-    last: int
-    positions: Tensor
-    """int64 [last - first]."""
-    slots: Tensor
-    """int64 [kv_length]: where each position's key and value lie."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReferenceAttentionPlan:
-    write_slots: Tensor
-    """int64 [tokens]."""
-    rows: tuple[_Row, ...]
+    rows: tuple[Row, ...]
+    begun: tuple[Begun, ...]
+    """By row."""
 
 
 class ReferenceKernels:
@@ -205,23 +161,21 @@ class ReferenceKernels:
         return (F.silu(gate.double()) * up.double()).float()
 
     def plan_attention(self, cache: KVCache, shape: StepShape) -> AttentionPlan:
+        assert isinstance(cache, ReferenceKVCache)
         starts = shape.query_start.tolist()
         positions = shape.positions.long()
         rows = []
-        write_slots = torch.empty_like(positions)
         for row, (first, last) in enumerate(itertools.pairwise(starts)):
             keys = torch.arange(int(shape.kv_lengths[row]))
             block = shape.block_tables[row].long()[keys // cache.block_size]
             slots = block * cache.block_size + keys % cache.block_size
-            rows.append(_Row(first, last, positions[first:last], slots))
-            write_slots[first:last] = slots[positions[first:last]]
-        return ReferenceAttentionPlan(write_slots, tuple(rows))
+            rows.append(Row(first, last, positions[first:last], slots))
+        return ReferenceAttentionPlan(tuple(rows), tuple(cache.begin(rows)))
 
     def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(cache, ReferenceKVCache)
         assert isinstance(plan, ReferenceAttentionPlan)
-        cache.keys[layer, plan.write_slots] = k.to(cache.keys.dtype)
-        cache.values[layer, plan.write_slots] = v.to(cache.values.dtype)
+        cache.write(layer, k, v, plan.rows, plan.begun)
 
     def attention(
         self, q: Tensor, cache: KVCache, layer: int, plan: AttentionPlan, scale: float, window: int | None = None
@@ -229,22 +183,20 @@ class ReferenceKernels:
         assert isinstance(cache, ReferenceKVCache)
         assert isinstance(plan, ReferenceAttentionPlan)
         out = torch.empty_like(q)
+        if cache.key_factors is not None:
+            q = q * cache.key_factors[layer].repeat_interleave(q.shape[1] // cache.key_factors.shape[1], dim=0)
         for row in plan.rows:
             if row.first == row.last:
                 continue
             oldest = 0 if window is None else max(int(row.positions.min()) - window + 1, 0)
-            slots = row.slots[oldest:]
-            distance = row.positions[:, None] - torch.arange(oldest, len(row.slots))
-            visible = distance >= 0
-            if window is not None:
-                visible &= distance < window
-            out[row.first : row.last] = _attend(
-                q[row.first : row.last].double(),
-                cache.keys[layer, slots].double(),
-                cache.values[layer, slots].double(),
-                visible,
-                scale,
-            )
+            values = cache.values(layer, row.slots[oldest:]).double()
+            for tokens, keys in cache.key_views(layer, row, oldest):
+                positions = row.positions[tokens.start - row.first : tokens.stop - row.first]
+                distance = positions[:, None] - torch.arange(oldest, oldest + len(keys))
+                visible = distance >= 0
+                if window is not None:
+                    visible &= distance < window
+                out[tokens] = _attend(q[tokens].double(), keys.double(), values[: len(keys)], visible, scale)
         return out
 
     def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
@@ -317,24 +269,27 @@ class ReferenceDevice:
         return _copy(tensor.dequantize())
 
     def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
-        return 2 * layers * kv_heads * head_dim * block_size * _KV_DTYPES[dtype].itemsize
+        check_kv_dtype(dtype, block_size)
+        return block_bytes(layers, kv_heads, head_dim, block_size, dtype)
 
     def kv_cache(
-        self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
+        self,
+        layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: KVDtype,
+        key_factors: Tensor | None = None,
     ) -> KVCache:
-        block_bytes = self.kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype)
+        bytes_each = self.kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype)
         available = self.memory().available
-        if num_blocks * block_bytes > available:
+        if num_blocks * bytes_each > available:
             raise OutOfMemory(
-                f"a KV pool of {num_blocks} blocks needs {num_blocks * block_bytes / 2**20:.0f} MiB, but only "
-                f"{available / 2**20:.0f} MiB are available; the largest that fits is {available // block_bytes} blocks"
+                f"a KV pool of {num_blocks} blocks needs {num_blocks * bytes_each / 2**20:.0f} MiB, but only "
+                f"{available / 2**20:.0f} MiB are available; the largest that fits is {available // bytes_each} blocks"
             )
-        # calloc'ed pages take no memory until they are written
-        keys, values = (
-            torch.zeros((layers, num_blocks * block_size, kv_heads, head_dim), dtype=_KV_DTYPES[dtype])
-            for _ in range(2)
-        )
-        return ReferenceKVCache(keys, values, num_blocks, block_size)
+        return ReferenceKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype, key_factors)
 
     def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program | None:
         return None

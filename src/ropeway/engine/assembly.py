@@ -11,11 +11,13 @@ from pathlib import Path
 
 from ropeway.cache.pool import BlockPool
 from ropeway.config import CacheConfig, Config, EngineConfig, SchedulerConfig
-from ropeway.devices.base import Device, KVDtype
+from ropeway.devices.base import KEY_GROUP, Device, KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
 from ropeway.errors import OutOfMemory
+from ropeway.execution.calibration import calibrate
+from ropeway.execution.calibration import warning as cost_warning
 from ropeway.execution.disk import DiskStore
 from ropeway.execution.local import LocalExecutor
 from ropeway.execution.worker import Worker
@@ -89,6 +91,8 @@ def assemble(
     checkpoint = open_checkpoint(path)
     device = device or make_device(config.engine)
     try:
+        if config.cache.kv_dtype != "auto":  # refused before the weights are read, if at all
+            device.kv_block_bytes(1, 1, 2, config.cache.block_size, config.cache.kv_dtype)
         model = load_model(
             checkpoint,
             device,
@@ -111,7 +115,9 @@ def assemble(
             context = num_blocks * block_size
         vocab = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
         kept = kv_dtype(config.cache, model)
-        pool = device.kv_cache(model.num_layers, num_blocks, model.num_kv_heads, model.head_dim, block_size, kept)
+        calibration = calibrate(model, device, kept, context)
+        sizes = (model.num_kv_heads, model.head_dim, block_size, kept)
+        pool = device.kv_cache(model.num_layers, num_blocks, *sizes, calibration.key_factors)
         memory = make_host_memory(
             config,
             device,
@@ -119,7 +125,7 @@ def assemble(
             path=path,
             model_config=checkpoint.config,
             kv_dtype=kept,
-            pool_bytes=pool.nbytes,
+            pool=pool,
         )
         worker = Worker(
             device,
@@ -135,6 +141,8 @@ def assemble(
         device.close()
         raise
     warnings = memory.warnings
+    if (costly := cost_warning(kept, calibration.cost)) is not None:
+        warnings.append(costly)
     lengths, profile = LengthProfiles(), _profile_path(config)
     if profile is not None and (problem := lengths.load(profile, config.model.model)) is not None:
         warnings.append(f"{problem}, and nothing is saved there")
@@ -188,6 +196,13 @@ def step_tokens(config: SchedulerConfig, context: int) -> int:
     return config.max_batched_tokens + (0 if config.chunked_prefill else context)
 
 
+def _beside_the_pool(config: Config, model: Model) -> int:
+    """Bytes that ``int4-full`` keeps outside of blocks: in bfloat16, the keys of every sequence's last group."""
+    if config.cache.kv_dtype != "int4-full":
+        return 0
+    return 2 * KEY_GROUP * model.num_layers * model.num_kv_heads * model.head_dim * config.scheduler.max_num_seqs
+
+
 def pool_blocks(config: Config, device: Device, model: Model, context: int) -> int:
     """Blocks of the KV pool: as configured, else enough for the batch within half of the free memory.
 
@@ -196,7 +211,7 @@ def pool_blocks(config: Config, device: Device, model: Model, context: int) -> i
     block_bytes = device.kv_block_bytes(
         model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype(cache, model)
     )
-    available = device.memory().available
+    available = max(device.memory().available - _beside_the_pool(config, model), 0)
     largest = available // block_bytes
     if cache.kv_blocks is not None:
         blocks = cache.kv_blocks

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import Config
-from ropeway.devices.base import Device, KVDtype
+from ropeway.devices.base import Device, KVCache, KVDtype
 from ropeway.devices.memory import host_memory
 from ropeway.errors import LoadError, OutOfMemory
 from ropeway.execution.disk import DiskStore, Layout
-from ropeway.loading.digest import settings_digest, weights_digest
+from ropeway.loading.digest import array_digest, settings_digest, weights_digest
 from ropeway.models.model import Model
 from ropeway.version import __version__
 
@@ -47,10 +48,10 @@ def make_host_memory(
     path: Path,
     model_config: Mapping[str, Any],
     kv_dtype: KVDtype,
-    pool_bytes: int,
+    pool: KVCache,
 ) -> HostMemory:
     """Host memory as configured. ``path`` and ``model_config`` (as ``config.json``) say whose keys and values a folder
-    on disk holds; ``pool_bytes`` is the size of the KV pool, which need not have been written to yet."""
+    on disk holds; ``pool`` is the KV pool, of type ``kv_dtype``, which need not have been written to yet."""
     cache = config.cache
     memory = HostMemory()
     if not cache.swap_space:
@@ -59,14 +60,14 @@ def make_host_memory(
         model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype
     )
     try:
-        memory.blocks = _host_blocks(device, cache.swap_space, block_bytes, pool_bytes)
+        memory.blocks = _host_blocks(device, cache.swap_space, block_bytes, pool.nbytes)
     except OutOfMemory as error:
         what = "swap_space" if cache.disk_cache is None else "swap_space, and so no disk_cache"
         memory.warnings.append(f"there is no {what}: {error.message}")
         return memory
     if cache.disk_cache is not None:
         try:
-            layout = _layout(config, device, model, path, model_config, kv_dtype)
+            layout = _layout(config, device, model, path, model_config, kv_dtype, pool.key_factors)
         except LoadError as error:
             memory.warnings.append(f"there is no disk_cache: {error.message}")
         else:
@@ -97,14 +98,20 @@ def _host_blocks(device: Device, swap_space: float, block_bytes: int, pool_bytes
 
 
 def _layout(
-    config: Config, device: Device, model: Model, path: Path, model_config: Mapping[str, Any], kv_dtype: KVDtype
+    config: Config,
+    device: Device,
+    model: Model,
+    path: Path,
+    model_config: Mapping[str, Any],
+    kv_dtype: KVDtype,
+    key_factors: Tensor | None,
 ) -> Layout:
     """All that decides the bytes of a block, down to the last bit: so that a request's tokens are the same with what
     another process has left as without. Raises ``LoadError``."""
     return Layout(
         weights=weights_digest(path),
         kv_dtype=kv_dtype,
-        kv_layout=f"{device.name}-1",
+        kv_layout=f"{device.name}-2",
         block_size=config.cache.block_size,
         layers=model.num_layers,
         kv_heads=model.num_kv_heads,
@@ -116,6 +123,7 @@ def _layout(
                 "activations": config.engine.activations,
                 "kernels": device.report().get("kernels"),  # instruction sets differ in last bits
                 "version": __version__,
+                "key_factors": None if key_factors is None else array_digest(device.download(key_factors)),
             }
         ),
     )

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from numpy.typing import NDArray
+
 from ropeway.errors import LoadError
 
 HEAD_BYTES = 1 << 20
@@ -44,6 +46,14 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     the order of names does not matter."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def array_digest(array: NDArray[Any]) -> str:
+    """64 hex digits for an array's type, shape and every bit of it."""
+    digest = hashlib.sha256()
+    _add(digest, f"{array.dtype.str} {array.shape}".encode())
+    _add(digest, array.tobytes())
+    return digest.hexdigest()
 
 
 def _weight_files(path: Path) -> list[Path]:

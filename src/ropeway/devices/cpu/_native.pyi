@@ -60,7 +60,18 @@ def silu_and_mul(context: Context, gate: int, up: int, out: int, count: int, /) 
 # -- attention (bindings/attention.cpp)
 
 class KVStorage:
-    def __init__(self, data: int, layers: int, kv_heads: int, head_dim: int, block_size: int, bf16: bool) -> None: ...
+    def __init__(
+        self,
+        data: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        key_factors: int,
+    ) -> None: ...
+    @property
+    def block_bytes(self) -> int: ...
 
 class AttentionPlan:
     @property
@@ -83,6 +94,7 @@ def plan_attention(
     /,
 ) -> AttentionPlan: ...
 def write_kv(context: Context, cache: KVStorage, layer: int, k: int, v: int, plan: AttentionPlan, /) -> None: ...
+def read_kv(context: Context, cache: KVStorage, layer: int, blocks: int, count: int, k: int, v: int, /) -> None: ...
 def attention(
     context: Context,
     q: int,

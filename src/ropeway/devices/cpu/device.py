@@ -88,9 +88,16 @@ class CpuDevice:
         return kv.block_bytes(layers, kv_heads, head_dim, block_size, dtype)
 
     def kv_cache(
-        self, layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype
+        self,
+        layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: KVDtype,
+        key_factors: Tensor | None = None,
     ) -> KVCache:
-        return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype)
+        return kv.CpuKVCache(layers, num_blocks, kv_heads, head_dim, block_size, dtype, key_factors)
 
     def capture(self, function: Callable[..., Tensor], inputs: Sequence[ProgramInput], max_rows: int) -> Program:
         return program.capture(self._context, function, inputs, max_rows)

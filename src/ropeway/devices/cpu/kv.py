@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ropeway.devices.base import KVDtype
+from ropeway.devices.base import FACTORED, KVDtype
 from ropeway.devices.cpu import _native
 from ropeway.devices.memory import host_memory
 from ropeway.devices.pages import copy_pairs, mib, zeroed_pages
-from ropeway.errors import OutOfMemory
+from ropeway.errors import ConfigError, OutOfMemory
 
-_ELEMENT_BYTES: dict[KVDtype, int] = {"fp32": 4, "bf16": 2}
+_NATIVE: tuple[KVDtype, ...] = ("fp32", "bf16", "int8", "int4")
+_QUANTISED: tuple[KVDtype, ...] = ("int8", "int4")
+_TILE = 16
+_MOST_FEATURES = 512
+
+
+def _storage(
+    data: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: KVDtype,
+    key_factors: Tensor | None = None,
+) -> _native.KVStorage:
+    """Raises ``ConfigError`` for what the kernels cannot store so, ``ValueError`` for a block size that is not a power
+    of two."""
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ValueError(f"block_size must be a power of two, not {block_size}")
+    if dtype not in _NATIVE:
+        raise ConfigError(
+            f"the cpu device stores keys and values as {', '.join(_NATIVE)}, not {dtype}", param="kv_dtype"
+        )
+    if dtype in _QUANTISED and block_size < _TILE:
+        raise ConfigError(
+            f"kv_dtype {dtype} needs blocks of at least {_TILE} positions, not {block_size}; raise --block-size",
+            param="block_size",
+        )
+    if dtype in _QUANTISED and head_dim > _MOST_FEATURES:
+        raise ConfigError(
+            f"kv_dtype {dtype} holds heads of at most {_MOST_FEATURES} features, not {head_dim}; use bf16",
+            param="kv_dtype",
+        )
+    factors = 0 if key_factors is None else key_factors.data_ptr()
+    return _native.KVStorage(data, layers, kv_heads, head_dim, block_size, dtype, factors)
 
 
 def block_bytes(layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
-    """Bytes of one block: keys and values of ``block_size`` positions in all layers."""
-    return 2 * layers * kv_heads * head_dim * block_size * _ELEMENT_BYTES[dtype]
+    """Bytes of one block: keys and values of ``block_size`` positions in all layers, and what reads them.
+
+    Raises as ``CpuKVCache`` does."""
+    return _storage(0, layers, kv_heads, head_dim, block_size, dtype).block_bytes
 
 
 class CpuKVCache:
@@ -33,17 +71,27 @@ class CpuKVCache:
         head_dim: int,
         block_size: int,
         dtype: KVDtype,
+        key_factors: Tensor | None = None,
     ) -> None:
-        """Raises ``OutOfMemory`` where it needs more than is available or the system refuses, and ``ValueError``
-        for a block size that is not a power of two."""
-        if block_size < 1 or block_size & (block_size - 1):
-            raise ValueError(f"block_size must be a power of two, not {block_size}")
+        """Raises ``OutOfMemory`` where it needs more than is available or the system refuses, ``ConfigError`` for what
+        the kernels cannot store so, and ``ValueError`` for a block size that is not a power of two and for factors
+        that do not fit."""
+        shape = (layers, kv_heads, head_dim)
+        if key_factors is not None:
+            if dtype not in FACTORED:
+                raise ValueError(f"keys in {dtype} are not divided by factors")
+            if key_factors.dtype != torch.float32 or tuple(key_factors.shape) != shape:
+                raise ValueError(
+                    f"key_factors must be float32 {list(shape)}, not {key_factors.dtype} {list(key_factors.shape)}"
+                )
+            key_factors = key_factors.contiguous()
         self.layers = layers
         self.num_blocks = num_blocks
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.block_size = block_size
         self.dtype = dtype
+        self.key_factors = key_factors
         bytes_each = block_bytes(layers, kv_heads, head_dim, block_size, dtype)
         self.nbytes = num_blocks * bytes_each
         available = host_memory().available
@@ -53,7 +101,19 @@ class CpuKVCache:
                 f"available; the largest that fits is {available // bytes_each} blocks"
             )
         self.data = zeroed_pages(self.nbytes, f"a KV pool of {num_blocks} blocks").reshape(num_blocks, bytes_each)
-        self.native = _native.KVStorage(self.data.ctypes.data, layers, kv_heads, head_dim, block_size, dtype == "bf16")
+        self.native = _storage(self.data.ctypes.data, layers, kv_heads, head_dim, block_size, dtype, key_factors)
+
+    def stored(self, layer: int, blocks: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        """See ``devices.base.KVCache``."""
+        chosen = np.ascontiguousarray(blocks, np.int32)
+        if not 0 <= layer < self.layers or ((chosen < 0) | (chosen >= self.num_blocks)).any():
+            raise ValueError(f"layer {layer}, blocks {chosen.tolist()}: the cache has no such blocks")
+        keys, values = (torch.empty(len(chosen) * self.block_size, self.kv_heads, self.head_dim) for _ in range(2))
+        context = _native.Context(1, "auto")
+        _native.read_kv(
+            context, self.native, layer, chosen.ctypes.data, len(chosen), keys.data_ptr(), values.data_ptr()
+        )
+        return keys, values
 
     def to_host(self, blocks: NDArray[np.int32], host: NDArray[np.uint8], places: NDArray[np.int32]) -> None:
         """See ``devices.base.KVCache``. Pairs are copied in their order, each in one piece."""
