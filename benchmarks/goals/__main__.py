@@ -35,6 +35,7 @@ GOALS = {
     10: Goal("prefix cache", "benchmarks.goals.prefix"),
     11: Goal("host cost of a step", "benchmarks.goals.overhead"),
     15: Goal("simulator", "benchmarks.goals.simulator"),
+    18: Goal("start and footprint", "benchmarks.goals.startup"),
 }
 
 
