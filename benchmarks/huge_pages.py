@@ -1,4 +1,5 @@
-"""Whether large pages pay: the same work over memory in pages of 4 KiB and of 2 MiB, in alternation.
+"""Whether large pages pay: the same work over memory in pages of 4 KiB and of 2 MiB, in alternation. Times are CPU
+times of one thread, so that other processes on the machine matter less.
 
 python -m benchmarks.huge_pages --json benchmarks/results/huge_pages.json
 """
@@ -32,11 +33,11 @@ from ropeway.devices.stream import InlineStream
 SIZES = ("small", "large")
 """Of pages."""
 _MATRIX = (3072, 1024)
-_MATRICES = 64
-"""400 MB in bfloat16: far beyond the caches."""
+_MATRICES = 32
+"""200 MB in bfloat16: far beyond the caches."""
 _SEQUENCES, _CONTEXT = 32, 384
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 8, 16, 8, 128, 16
-_PROMPT = 2048
+_PROMPT = 512
 
 
 class SmallPages(Arena):
@@ -60,7 +61,7 @@ class Works:
     """Each returns work over memory of one kind."""
 
     def __init__(self) -> None:
-        self.device = CpuDevice(stream=InlineStream())
+        self.device = CpuDevice(threads=1, stream=InlineStream())
         self.values = [torch.randn(_MATRIX).bfloat16() for _ in range(2)]
         self.weights = {size: self.packed(size) for size in SIZES}
 
@@ -132,15 +133,15 @@ class Works:
 
 
 def compare(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """Seconds of each, in alternation, and by what factor large pages are faster: the median over pairs."""
+    """CPU seconds of each, in alternation, and by what factor large pages are faster: the median over pairs."""
     taken: dict[str, list[float]] = {size: [] for size in SIZES}
     for work in works.values():
         work()
     for number in range(rounds):
         for size in SIZES if number % 2 else reversed(SIZES):
-            began = time.perf_counter()
+            began = time.process_time()
             works[size]()
-            taken[size].append(time.perf_counter() - began)
+            taken[size].append(time.process_time() - began)
     ratios = sorted(small / large for small, large in zip(taken["small"], taken["large"], strict=True))
     return {
         **{f"{size}_s": statistics.median(taken[size]) for size in SIZES},
@@ -157,7 +158,7 @@ def measure(rounds: int) -> dict[str, Any]:
         "weights, product with 1 row": lambda size: works.product(size, 1),
         "weights, product with 32 rows": lambda size: works.product(size, 32),
         "KV pool, decode of 32 sequences": works.attention,
-        "activations, prompt of 2,048 tokens": works.activations,
+        "activations, prompt of 512 tokens": works.activations,
         "weights, packing": works.packing,
     }
     return {name: compare({size: make(size) for size in SIZES}, rounds) for name, make in asked.items()}
