@@ -144,7 +144,7 @@ def _instructions(flags: frozenset[str], isa: str, built: tuple[str, ...]) -> It
             yield Advice(
                 "instruction sets",
                 f"this processor has {name}, but the kernels were compiled without it",
-                "install Ropeway again with a newer compiler (GCC 11, Clang 14)",
+                "install Ropeway again with a newer compiler (GCC 12, Clang 16)",
             )
             return
         if not missing:
