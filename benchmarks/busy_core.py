@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from benchmarks.goals.models import small_model
 from benchmarks.goals.verdict import table_of
 from ropeway.bench.report import reported_to
+from ropeway.bench.surroundings import look_around
 from ropeway.cli.failures import told_plainly
 from ropeway.devices.processor import available_cores, available_processors
 from ropeway.engine.messages import NewRequest
@@ -48,7 +50,7 @@ def busy_core(processor: int) -> Iterator[None]:
 
 
 class Decoding:
-    """A batch of endless answers, stepped for as long as one asks. Greedy decoding of a step's length in tokens."""
+    """A batch of endless answers, stepped for as long as one asks."""
 
     def __init__(self, llm: LLM, batch: int) -> None:
         self._llm = llm
@@ -125,6 +127,7 @@ def _main(
     logging.basicConfig(level=logging.ERROR)
     path, label = small_model() if model is None else (model, model)
     with reported_to(json) as report:
+        report["load"] = asdict(look_around().load)  # before anything runs: others make both sides slower
         rows = measure(path, batch or (1, 8, 32), rounds=rounds, seconds=seconds)
         report.update({"model": label, "rounds": rounds, "seconds": seconds, "runs": rows})
     columns = ["requests", "alone, tok/s", "busy, tok/s", "ratio", "fair share", "step P99 alone, ms", "busy, ms"]

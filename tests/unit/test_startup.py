@@ -17,7 +17,7 @@ from ropeway.bench.startup import StartUpFigures, evict, files_of, measure_start
 from ropeway.cli.bench_startup import _given
 from ropeway.engine.spawn import SpawnedEngine
 from ropeway.engine.startup import StartUp, process_began_s
-from ropeway.errors import EngineDead
+from ropeway.errors import ConfigError, EngineDead
 from tests.support.chat_model import tiny_chat_model
 
 # ---------------------------------------------------------------------- parts
@@ -62,6 +62,14 @@ def test_a_spawned_engine_that_nobody_needs_is_ended_with_its_folder() -> None:
     assert spawned.process.returncode is not None
     assert not folder.exists()
     spawned.close()
+
+
+def test_a_system_that_lets_no_folder_be_made_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"cannot be started: .*missing.* TMPDIR must be writable"):
+        SpawnedEngine()
 
 
 def test_the_end_of_a_spawned_engine_is_told() -> None:

@@ -51,10 +51,10 @@ def doctor(
             "load": asdict(around.load),
         }
         isa, built = _instruction_sets(device)
-    rates = measure_all(used)
+    rates = measure_all(used if problem is None else available_cores())
     best = rates[-1]
     facts["measured"] = {
-        "threads": used,
+        "threads": best.threads,
         "read_bandwidth_bytes_per_s": max(each.read_bytes_per_s for each in rates),
         "matmul_flops_per_s": max(best.products_per_s["bf16"], best.onednn_per_s["bf16"]),
         "rates": [asdict(each) for each in rates],

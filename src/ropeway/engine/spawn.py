@@ -14,17 +14,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ropeway.errors import ConfigError
+
 
 class SpawnedEngine:
     """Runs ``engine/child.py`` from construction on. It ends when this process does, or when ``close`` is called."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ropeway-"))
-        self.address = f"ipc://{self._folder}/engine"
-        """Where it looks for its messages; in a folder only this user can enter."""
-        command = [sys.executable, "-m", "ropeway.engine.child", self.address]
-        # Its standard input closes with this process, and it ends then.
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        """Raises ``ConfigError`` when the system lets no process or folder be made."""
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="ropeway-"))
+            self.address = f"ipc://{self._folder}/engine"
+            """Where it looks for its messages; in a folder only this user can enter."""
+            command = [sys.executable, "-m", "ropeway.engine.child", self.address]
+            # Its standard input closes with this process, and it ends then.
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        except OSError as error:
+            raise ConfigError(
+                f"an engine process cannot be started: {error}; TMPDIR must be writable, and one more process allowed"
+            ) from error
 
     async def wait(self) -> int:
         """The exit code."""
