@@ -37,6 +37,7 @@ GOALS = {
     11: Goal("host cost of a step", "benchmarks.goals.overhead"),
     13: Goal("KV types", "benchmarks.goals.kv_types"),
     15: Goal("simulator", "benchmarks.goals.simulator"),
+    18: Goal("start and footprint", "benchmarks.goals.startup"),
 }
 
 

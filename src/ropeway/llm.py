@@ -17,6 +17,7 @@ from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, Delta, RequestOptions, Usage, error_of
 from ropeway.engine.completions import CompletionText, Router
 from ropeway.engine.messages import NewRequest
+from ropeway.engine.startup import StartUp
 from ropeway.engine.submission import Submitter
 from ropeway.errors import EngineDead, InvalidRequest
 from ropeway.loading.sources import resolve as resolve_source
@@ -82,18 +83,21 @@ class LLM:
         self._open(_settings(model, fields))
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
-        """The same from settings that are resolved already."""
+    def from_config(cls, config: Config, startup: StartUp | None = None) -> Self:
+        """The same from settings that are resolved already. ``startup`` goes on with the parts of loading."""
         llm = cls.__new__(cls)
-        llm._open(config)
+        llm._open(config, startup)
         return llm
 
-    def _open(self, config: Config) -> None:
+    def _open(self, config: Config, startup: StartUp | None = None) -> None:
+        startup = startup or StartUp()
         from ropeway.engine.assembly import assemble
 
+        startup.ended("torch")
         self.config = config
         path = resolve_source(config.model.model)
         self.tokenizer = Tokenizer.from_path(path)
+        startup.ended("tokenizer")
         self._router: Router[_Call] = Router()
         assembly = assemble(
             self.config,
@@ -101,6 +105,7 @@ class LLM:
             self._receive,
             end_ids=() if self.tokenizer is None else self.tokenizer.eos_ids,
             vocab_size=None if self.tokenizer is None else self.tokenizer.vocab_size,
+            startup=startup,
         )
         self._assembly = assembly
         self.engine = assembly.engine

@@ -223,6 +223,25 @@ def test_doctor_tells_what_there_is_and_what_was_chosen() -> None:
     assert "kernels" in facts["device"]
 
 
+def test_doctor_measures_every_layout_on_more_and_more_threads_and_gives_advice() -> None:
+    threads = 2 * (os.cpu_count() or 1)
+    facts = json.loads(ropeway("doctor", "--json", "--threads", str(threads)).stdout)
+    rates = facts["measured"]["rates"]
+    assert [rate["threads"] for rate in rates][:2] == [1, 2]
+    assert rates[-1]["threads"] == threads
+    assert set(rates[0]["products_per_s"]) == {"bf16", "int8", "int4"}
+    assert set(rates[0]["onednn_per_s"]) == {"bf16", "int8"}
+    assert min(rates[0]["products_per_s"].values()) > 1e8
+    assert "threads" in [advice["topic"] for advice in facts["advice"]]
+    assert all(advice["found"] and advice["change"] for advice in facts["advice"])
+
+
+def test_doctor_prints_advice_and_rates() -> None:
+    result = ropeway("doctor", "--threads", "1")
+    for words in ("other processes", "large pages", "oneDNN bf16", "for more speed"):
+        assert words in result.stdout
+
+
 def test_doctor_names_the_fallback_when_the_native_kernels_do_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     from ropeway.cli import doctor
     from ropeway.engine import assembly

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from ropeway.devices.base import DenseTensor, Device, GroupedTensor, HostTensor, Layout
 
+Shape = tuple[int, int, int]
+Figures = TypeVar("Figures")
+
 _READ_BYTES = 256 << 20
 """Far beyond the caches."""
-_ROWS, _N, _K = 384, 4096, 1024
-"""Of the product: enough rows to be bound by arithmetic."""
+_SHAPES = ((384, 4096, 1024), (1024, 3072, 1024), (512, 1024, 3072))
+"""(rows, n, k) of products with enough rows to be bound by arithmetic; the best of them counts."""
 _GROUP = 32
 _AT_LEAST_S = 0.1
 _AT_LEAST_TIMES = 3
@@ -36,6 +39,22 @@ class Limits:
         )
 
 
+RATED_LAYOUTS: tuple[Layout, ...] = ("bf16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What so many threads reach together."""
+
+    threads: int
+    read_bytes_per_s: float
+    """The best of several loops that read memory."""
+    products_per_s: dict[str, float]
+    """Operations of the device's own products, by the layout of the weights."""
+    onednn_per_s: dict[str, float]
+    """And of PyTorch's, in bfloat16 and 8-bit integers."""
+
+
 @runtime_checkable
 class _MeasuresBandwidth(Protocol):
     def bandwidth(self) -> float: ...
@@ -45,17 +64,49 @@ def measure_limits(device: Device, layout: Layout, *, threads: int) -> Limits:
     """Measure now, on the device's own stream, with nothing else running; takes about a second and ``256 MiB``.
 
     ``layout`` is that of the model's weights, ``threads`` those that PyTorch's loops may use."""
-    measured: list[Limits] = []
 
-    def measure() -> None:
+    def measure() -> Limits:
+        best = max(max(_product_rate(device, layout, shape), _onednn_rate(layout, shape)) for shape in _SHAPES)
+        return Limits(_read_bandwidth(device), best)
+
+    return _measured(device, threads, measure)
+
+
+def measure_rates(device: Device, *, threads: int) -> Rates:
+    """The same of every layout, on a device of so many threads; takes about two seconds."""
+
+    def measure() -> Rates:
+        return Rates(
+            threads=threads,
+            read_bytes_per_s=_read_bandwidth(device),
+            products_per_s={layout: _product_rate(device, layout, _SHAPES[0]) for layout in RATED_LAYOUTS},
+            onednn_per_s={layout: _onednn_rate(layout, _SHAPES[0]) for layout in ("bf16", "int8")},
+        )
+
+    return _measured(device, threads, measure)
+
+
+def thread_counts(threads: int) -> list[int]:
+    """1, 2, 4, ... and ``threads``."""
+    counts = [1]
+    while counts[-1] * 2 < threads:
+        counts.append(counts[-1] * 2)
+    return counts if threads == 1 else [*counts, threads]
+
+
+def _measured(device: Device, threads: int, measure: Callable[[], Figures]) -> Figures:
+    """On the device's stream, with so many threads for PyTorch."""
+    measured: list[Figures] = []
+
+    def run() -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            measured.append(Limits(_read_bandwidth(device), _matmul_rate(device, layout)))
+            measured.append(measure())
         finally:
             torch.set_num_threads(before)
 
-    device.stream.submit(measure).wait()
+    device.stream.submit(run).wait()
     return measured[0]
 
 
@@ -69,33 +120,39 @@ def _read_bandwidth(device: Device) -> float:
 
 
 @torch.inference_mode()
-def _matmul_rate(device: Device, layout: Layout) -> float:
-    operations = 2 * _ROWS * _N * _K
-    x = torch.randn(_ROWS, _K)
-    weight = device.pack(_random_matrix(layout))
-    products: list[Callable[[], Any]] = [lambda: device.kernels.linear(x, weight), _onednn_product(layout)]
-    return max(operations / _best_time(product) for product in products)
+def _product_rate(device: Device, layout: Layout, shape: Shape) -> float:
+    """Of the device's own product."""
+    rows, n, k = shape
+    x = torch.randn(rows, k)
+    weight = device.pack(_random_matrix(layout, n, k))
+    return 2 * rows * n * k / _best_time(lambda: device.kernels.linear(x, weight))
 
 
-def _onednn_product(layout: Layout) -> Callable[[], Any]:
-    """PyTorch's product of that precision; of 8-bit integers for the quantised layouts, whose codes it multiplies."""
+@torch.inference_mode()
+def _onednn_rate(layout: Layout, shape: Shape) -> float:
+    """Of PyTorch's product of that precision; of 8-bit integers for the quantised layouts, whose codes it
+    multiplies."""
+    rows, n, k = shape
+    product: Callable[[], Any]
     if layout in ("int8", "int4"):
-        codes, inputs = (torch.randint(-127, 128, (n, _K), dtype=torch.int8) for n in (_N, _ROWS))
-        return lambda: torch._int_mm(inputs, codes.T)
-    dtype = torch.float32 if layout == "fp32" else torch.bfloat16
-    a, b = (torch.randn(n, _K).to(dtype) for n in (_ROWS, _N))
-    return lambda: a @ b.T
+        codes, inputs = (torch.randint(-127, 128, (count, k), dtype=torch.int8) for count in (n, rows))
+        product = lambda: torch._int_mm(inputs, codes.T)  # noqa: E731
+    else:
+        dtype = torch.float32 if layout == "fp32" else torch.bfloat16
+        a, b = (torch.randn(count, k).to(dtype) for count in (rows, n))
+        product = lambda: a @ b.T  # noqa: E731
+    return 2 * rows * n * k / _best_time(product)
 
 
-def _random_matrix(layout: Layout) -> HostTensor:
+def _random_matrix(layout: Layout, n: int, k: int) -> HostTensor:
     match layout:
         case "fp32" | "bf16" | "fp16":
             dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-            return DenseTensor(torch.randn(_N, _K).to(dtypes[layout]))
+            return DenseTensor(torch.randn(n, k).to(dtypes[layout]))
         case "int8" | "int4":
             top = 128 if layout == "int8" else 8
-            codes = torch.randint(-top, top, (_N, _K), dtype=torch.int8)
-            scales = torch.rand(_N, _K // _GROUP).half()
+            codes = torch.randint(-top, top, (n, k), dtype=torch.int8)
+            scales = torch.rand(n, k // _GROUP).half()
             return GroupedTensor(codes, scales, None, _GROUP, 8 if layout == "int8" else 4)
 
 

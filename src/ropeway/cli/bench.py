@@ -12,12 +12,15 @@ import typer
 
 from ropeway.cli import bench_kv, bench_memory
 from ropeway.cli.bench_fit import fit
+from ropeway.cli.bench_startup import startup
 from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
 from ropeway.cli.terminal import JsonFile, print_table, progress_bar
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure: one batch, a workload, the host's own cost, or a server under load."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measure: one batch, a workload, the host's own cost, or a server under load.",
 )
 
 _SEQUENCES = (64, 256, 1024)
@@ -260,5 +263,5 @@ def _overhead_table(runs: list[dict[str, Any]]) -> Any:
     return table
 
 
-for command in (fit, bench_kv.kv, bench_memory.preemption, bench_memory.prefix):
+for command in (fit, bench_kv.kv, bench_memory.preemption, bench_memory.prefix, startup):
     app.command()(command)

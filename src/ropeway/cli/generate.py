@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
 from ropeway.cli.sampling import MaxTokens, Seed, Temperature, sampling_params
 from ropeway.request import RequestOutput
+
+if TYPE_CHECKING:
+    from ropeway.engine.messages import EngineInfo
 
 
 @told_plainly
@@ -31,6 +34,10 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one object: text, token_ids, finish_reason, usage.")
     ] = False,
+    timings: Annotated[
+        bool,
+        typer.Option("--timings", help="With --json: add how long the start took, part by part, and what it holds."),
+    ] = False,
     config: ConfigFile = None,
     **flags: Any,
 ) -> None:
@@ -39,11 +46,15 @@ def generate(
     log_to_stderr(logging.WARNING)
     settings = resolved(model, config, flags).config
     params = sampling_params(settings, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
+    from ropeway.engine.startup import StartUp, process_began_s
     from ropeway.llm import LLM
 
-    with LLM.from_config(settings) as llm:
+    startup = StartUp(process_began_s())
+    startup.ended("python")
+    with LLM.from_config(settings, startup) as llm:
         (output,) = llm.generate([given], params, progress=not as_json)
-    typer.echo(_as_json(output) if as_json else output.text or ",".join(map(str, output.token_ids)))
+        engine = llm.info if timings else None
+        typer.echo(_as_json(output, engine) if as_json else output.text or ",".join(map(str, output.token_ids)))
 
 
 def _prompt(text: str | None, ids: str | None) -> str | list[int]:
@@ -57,17 +68,21 @@ def _prompt(text: str | None, ids: str | None) -> str | list[int]:
         raise typer.BadParameter(f"--prompt-ids {ids!r} is no list of whole numbers such as 1,2,3") from error
 
 
-def _as_json(output: RequestOutput) -> str:
-    return json.dumps(
-        {
-            "text": output.text,
-            "token_ids": output.token_ids,
-            "finish_reason": output.finish_reason,
-            "usage": {
-                "prompt_tokens": len(output.prompt_token_ids),
-                "completion_tokens": len(output.token_ids),
-                "cached_tokens": output.cached_tokens,
-            },
+def _as_json(output: RequestOutput, engine: EngineInfo | None) -> str:
+    told: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "usage": {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.cached_tokens,
         },
-        ensure_ascii=False,
-    )
+    }
+    if engine is not None:
+        told["engine"] = {
+            "weight_bytes": engine.weight_bytes,
+            "kv_pool_bytes": engine.kv_pool_bytes,
+            "startup_s": engine.startup,
+        }
+    return json.dumps(told, ensure_ascii=False)

@@ -1,22 +1,51 @@
-"""The command line: ``ropeway COMMAND``. Modules of commands import nothing heavy before they run."""
+"""The command line: ``ropeway COMMAND``. A command is imported and its flags are made when it is asked for, and its
+module imports nothing heavy before it runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from ropeway.cli import bench
-from ropeway.cli.chat import chat
-from ropeway.cli.doctor import doctor
-from ropeway.cli.generate import generate
-from ropeway.cli.pull import pull
-from ropeway.cli.serve import serve
-from ropeway.cli.simulate import simulate
 from ropeway.version import __version__
+
+COMMANDS = ("serve", "chat", "generate", "pull", "doctor", "simulate", "bench")
+"""Modules of ``ropeway.cli``, each with a function, or an ``app`` of further commands, of its name."""
+
+
+class _OnDemand(typer.core.TyperGroup):
+    """Commands whose modules are imported at first use: the flags of all take longer to make than most commands need
+    to start."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            for name in COMMANDS:  # so that a similar one can be suggested
+                self.get_command(ctx, name)
+            return None
+        if cmd_name not in self.commands:
+            self.commands[cmd_name] = _made(cmd_name)
+        return self.commands[cmd_name]
+
+
+def _made(name: str) -> Any:
+    module = importlib.import_module(f"ropeway.cli.{name}")
+    app: typer.Typer | None = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+        app.command(name)(getattr(module, name))
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
+
 
 app = typer.Typer(
     name="ropeway",
+    cls=_OnDemand,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,8 +66,3 @@ def ropeway(
     ] = False,
 ) -> None:
     """An LLM serving engine whose batch never stops."""
-
-
-for command in (serve, chat, generate, pull, doctor, simulate):
-    app.command()(command)
-app.add_typer(bench.app, name="bench")

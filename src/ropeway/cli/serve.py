@@ -27,6 +27,9 @@ def serve(
     if show_config:
         typer.echo(render(result))
         return
-    from ropeway.server.run import run
+    from ropeway.engine.spawn import SpawnedEngine
 
-    raise typer.Exit(run(result.config))
+    with SpawnedEngine() as spawned:  # before the imports of the server, which take a while
+        from ropeway.server.run import run
+
+        raise typer.Exit(run(result.config, spawned))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,18 +12,49 @@ from numpy.typing import NDArray
 from ropeway.devices.memory import host_memory
 from ropeway.errors import OutOfMemory
 
+LARGE_PAGE = 2 << 20
+"""Bytes of a large page on x86-64 and, mostly, on aarch64; regions begin at a multiple of it."""
+_REGION = 64 << 20
+"""Least size of an arena's regions. What is not written takes no memory."""
+_PIECE = 64
+"""Pieces of an arena begin at a multiple of this: a cache line, and the widest vector."""
+
+
+class Arena:
+    """Memory for what stays as long as a model does. Pieces lie side by side in regions made of large pages, so that
+    small matrices have them, too. A region is given back when the last of its pieces is gone.
+
+    Not to be used from two threads at once."""
+
+    def __init__(self) -> None:
+        self._region = np.empty(0, dtype=np.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """uint8 [size] zeroed bytes, aligned to a cache line. Raises ``OutOfMemory`` if the system refuses."""
+        begin = -(-self._used // _PIECE) * _PIECE
+        if begin + size > self._region.size:
+            whole = -(-max(size, _REGION) // LARGE_PAGE) * LARGE_PAGE
+            self._region, begin = zeroed_pages(whole, "a part of the weights"), 0
+        self._used = begin + size
+        return self._region[begin : begin + size]
+
 
 def zeroed_pages(size: int, what: str) -> NDArray[np.uint8]:
-    """uint8 [size] zeroed bytes, aligned to a page. Raises ``OutOfMemory`` naming ``what`` if the system refuses."""
+    """uint8 [size] zeroed bytes, aligned to a large page and made of such where the system has them. They take memory
+    when they are first written. Raises ``OutOfMemory`` naming ``what`` if the system refuses."""
     try:
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(
-            f"{what} needs {mib(size)}, which the system refuses ({error}); ask for fewer blocks"
+            f"{what} needs {mib(size)}, which the system refuses ({error}); free memory, or ask for less"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8, count=size)
+        with suppress(OSError):  # a system built without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, dtype=np.uint8)
+    begin = -pages.ctypes.data % LARGE_PAGE
+    return pages[begin : begin + size]
 
 
 def host_blocks(count: int, block_bytes: int) -> NDArray[np.uint8]:

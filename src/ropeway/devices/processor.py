@@ -6,20 +6,27 @@ import math
 import os
 from pathlib import Path
 
+from ropeway.devices.control_groups import MEMBERSHIP, control_groups
 
-def available_cores(root: Path = Path("/sys")) -> int:
-    """Physical cores among the processors this process may run on, within its control group's quota.
+
+def available_cores(root: Path = Path("/sys"), membership: Path = MEMBERSHIP) -> int:
+    """Physical cores among the processors this process may run on, within its control groups' quota.
 
     Hardware threads of one core share its arithmetic units, so they count once."""
+    cores = {core_of(processor, root) for processor in available_processors()}
+    granted = granted_processors(root, membership)
+    return max(1, len(cores) if granted is None else min(len(cores), math.ceil(granted)))
+
+
+def available_processors() -> frozenset[int]:
+    """Numbers of the processors (hardware threads) this process may run on."""
     try:
-        processors = os.sched_getaffinity(0)
+        return frozenset(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
-        return os.cpu_count() or 1
-    cores = {_siblings(root, processor) for processor in processors}
-    return max(1, min(len(cores), _quota(root)))
+        return frozenset(range(os.cpu_count() or 1))
 
 
-def _siblings(root: Path, processor: int) -> str:
+def core_of(processor: int, root: Path = Path("/sys")) -> str:
     """A name of the core that a processor belongs to."""
     try:
         return (root / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list").read_text().strip()
@@ -27,10 +34,17 @@ def _siblings(root: Path, processor: int) -> str:
         return str(processor)
 
 
-def _quota(root: Path) -> int:
-    """Whole processors granted by cgroup v2's ``cpu.max`` ("quota period", in microseconds), rounded up."""
-    try:
-        quota, period = (root / "fs/cgroup/cpu.max").read_text().split()
-        return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):  # none, or "max"
-        return os.cpu_count() or 1
+def granted_processors(root: Path = Path("/sys"), membership: Path = MEMBERSHIP) -> float | None:
+    """Processors' worth of time that the tightest quota among this process's control groups grants; None: no quota.
+
+    ``cpu.max`` (version 2) is "quota period" in microseconds, or "max period"; version 1 has a file for each, and -1
+    for no quota."""
+    granted = []
+    for group in control_groups("cpu", membership, root / "fs/cgroup"):
+        if group.version == 2:
+            quota, _, period = group.text("cpu.max").partition(" ")
+        else:
+            quota, period = group.text("cpu.cfs_quota_us"), group.text("cpu.cfs_period_us")
+        if quota.strip().isdecimal() and period.strip().isdecimal() and int(period) > 0:
+            granted.append(int(quota) / int(period))
+    return min(granted, default=None)

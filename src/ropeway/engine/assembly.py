@@ -15,6 +15,7 @@ from ropeway.devices.base import KEY_GROUP, Device, KVDtype
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
+from ropeway.engine.startup import StartUp
 from ropeway.errors import OutOfMemory
 from ropeway.execution.calibration import calibrate
 from ropeway.execution.calibration import warning as cost_warning
@@ -78,15 +79,17 @@ def assemble(
     vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     device: Device | None = None,
+    startup: StartUp | None = None,
 ) -> Assembly:
     """Load the model at ``path`` and put an engine around it.
 
     ``end_ids`` are end tokens the tokenizer knows of, beside the checkpoint's own. ``vocab_size`` is the
     tokenizer's: ids beyond it, which pad the model's head, are never sampled. ``progress(done, total)`` counts
     parameters. ``device`` is closed with the engine; by default one is made as configured. What was configured and the
-    engine can do without is no error, but one of ``EngineInfo.warnings``.
+    engine can do without is no error, but one of ``EngineInfo.warnings``. ``startup`` goes on here.
     Raises ``ConfigError``, ``LoadError``, ``Unsupported``, ``OutOfMemory``."""
     began = time.monotonic()
+    startup = startup or StartUp()
     tiers = tiers_of(config.scheduler)
     checkpoint = open_checkpoint(path)
     device = device or make_device(config.engine)
@@ -102,6 +105,7 @@ def assemble(
             progress=progress,
         )
         checkpoint.close()
+        startup.ended("weights")
         context = config.model.max_model_len or model.spec.context_length
         num_blocks = pool_blocks(config, device, model, context)
         block_size = config.cache.block_size
@@ -137,6 +141,7 @@ def assemble(
             vocab_size=vocab,
             host=memory.blocks,
         )
+        startup.ended("kv_pool")
     except BaseException:
         device.close()
         raise
@@ -165,6 +170,7 @@ def assemble(
         end_ids=tuple(dict.fromkeys((*model.spec.eos_ids, *end_ids))),
         prefix_cache=config.cache.prefix_cache,
     )
+    startup.ended("scheduler")
     info = EngineInfo(
         model=config.model.model,
         vocab_size=vocab,
@@ -173,6 +179,9 @@ def assemble(
         block_size=block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         load_s=time.monotonic() - began,
+        weight_bytes=model.weight_bytes,
+        kv_pool_bytes=pool.nbytes,
+        startup=startup.parts,
         tiers=list(tiers),
         warnings=warnings,
     )

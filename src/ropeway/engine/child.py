@@ -1,14 +1,17 @@
 """The engine process: ``python -m ropeway.engine.child ADDRESS``.
 
-It loads what the parent's ``Start`` message says, answers with ``EngineInfo`` or ``Failed``, then turns the
-step loop between draining its socket. Before a step it listens as long as the engine has patience: planning late lets
-more arrivals into the step, and while nothing can run, there is nothing else to do. It ends when told to, and when the
-parent is gone, however it went: its standard input is a pipe from the parent that closes then.
+It imports what any engine needs, loads what the parent's ``Start`` message says, answers with ``EngineInfo`` or
+``Failed``, then turns the step loop between draining its socket. Before a step it listens as long as the engine has
+patience: planning late lets more arrivals into the step, and while nothing can run, there is nothing else to do. It
+ends when told to, and when the parent is gone, however it went: its standard input is a pipe from the parent that
+closes then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -35,6 +38,7 @@ from ropeway.engine.messages import (
     decode_to_engine,
     encode,
 )
+from ropeway.engine.startup import StartUp, process_began_s
 from ropeway.errors import RopewayError
 from ropeway.outcome import StepOutput
 
@@ -47,8 +51,9 @@ _HEARTBEAT_S = 1.0
 class EngineLoop:
     """Receives, steps, reports."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], startup: StartUp | None = None) -> None:
         self._socket = socket
+        self._startup = startup
         self._reported_s = 0.0
         self._published = False
         """Whether the engine has said anything since its last step began."""
@@ -67,6 +72,7 @@ class EngineLoop:
             end_ids=tuple(start.end_ids),
             vocab_size=start.vocab_size,
             progress=_progress_line(start.config.model.model),
+            startup=self._startup,
         )
         engine = assembly.engine
         # What has been loaded lives as long as the process: the collector need not look at it again.
@@ -166,15 +172,24 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    startup = StartUp(process_began_s())
+    startup.ended("python")
+    # Before the first message: the parent has its own imports to do meanwhile. What fails is told when it is needed.
+    for module in ("ropeway.engine.assembly", "ropeway.devices.cpu.device"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    startup.ended("torch")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)  # bounded by the number of requests, which the parent limits
+    socket.reconnect_ivl = 20  # ms; the parent may not be listening yet
     socket.connect(sys.argv[1])
-    loop = EngineLoop(socket)
+    loop = EngineLoop(socket, startup)
     status = 0
     try:
         start = decode_to_engine(socket.recv())
         assert isinstance(start, Start)
+        startup.ended("parent")
         loop.run(start)
     except RopewayError as error:
         loop.send(Failed(type(error).__name__, error.message, error.param))

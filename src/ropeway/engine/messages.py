@@ -142,6 +142,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_size: int
     max_num_seqs: int
     load_s: float = 0.0
+    weight_bytes: int = 0
+    """Packed."""
+    kv_pool_bytes: int = 0
+    startup: dict[str, float] = {}
+    """Seconds of the parts of the engine's start, one after the other."""
     tiers: list[Tier] = []
     """Highest first."""
     warnings: list[str] = []

@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -43,6 +39,7 @@ from ropeway.engine.messages import (
     decode_from_engine,
     encode,
 )
+from ropeway.engine.spawn import SpawnedEngine
 from ropeway.engine.submission import Submitter
 from ropeway.errors import ConfigError, EngineDead, QueueFull, RopewayError
 from ropeway.loading.sources import resolve as resolve_source
@@ -74,7 +71,8 @@ class _Left:
 class EngineProcess:
     """Implements ``AsyncEngine``. Lives on the asyncio loop that ``start_engine`` ran on."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer | None, spawned: SpawnedEngine) -> None:
+        """``spawned`` is closed with this."""
         self.tokenizer = tokenizer
         self.stats = Stats()
         self.info: EngineInfo
@@ -87,18 +85,17 @@ class EngineProcess:
         self._submitter: Submitter
         self._failure: str | None = None
         self._heard_s = time.monotonic()
-        self._folder = Path(tempfile.mkdtemp(prefix="ropeway-"))
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # bounded by the number of requests
-        self._process: asyncio.subprocess.Process | None = None
+        self._spawned = spawned
         self._ended: asyncio.Task[int] | None = None
         self._listener: asyncio.Task[None] | None = None
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         """Process id of the engine process."""
-        return None if self._process is None else self._process.pid
+        return self._spawned.process.pid
 
     @property
     def failure(self) -> str | None:
@@ -110,18 +107,15 @@ class EngineProcess:
         return self._failure
 
     async def start(self, start: Start) -> None:
-        """Start the child and wait until it is ready; raises what its loading raised."""
-        address = f"ipc://{self._folder}/engine"
+        """Tell the child what to load and wait until it is ready; raises what its loading raised."""
+        address = self._spawned.address
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"cannot make a socket in {self._folder}: {error}; set TMPDIR to a short, writable path"
+                f"cannot make a socket at {address}: {error}; set TMPDIR to a short, writable path"
             ) from error
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ropeway.engine.child", address, stdin=asyncio.subprocess.PIPE
-        )
-        self._ended = asyncio.create_task(self._process.wait())
+        self._ended = asyncio.create_task(self._spawned.wait())
         self._send(encode(start))
         match await self._receive():
             case EngineInfo() as info:
@@ -129,7 +123,8 @@ class EngineProcess:
             case Failed() as failed:
                 raise _error(failed)
             case _:
-                raise EngineDead(f"the engine process ended before it was ready (exit code {self._process.returncode})")
+                code = self._spawned.process.returncode
+                raise EngineDead(f"the engine process ended before it was ready (exit code {code})")
         self._submitter = Submitter(self.info)
         self._listener = asyncio.create_task(self._listen())
 
@@ -191,21 +186,16 @@ class EngineProcess:
         if self._listener is not None:
             self._listener.cancel()
         self._fail("the engine was shut down")
-        process = self._process
-        if process is not None and process.returncode is None:
-            if self._listener is None:
-                process.kill()  # it is loading, and listens to nobody
-            else:
-                self._send(encode(Shutdown()))
-            try:
-                await asyncio.wait_for(process.wait(), _SHUTDOWN_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        if self._listener is not None and self._ended is not None and not self._ended.done():
+            self._send(encode(Shutdown()))
+            await asyncio.wait({self._ended}, timeout=_SHUTDOWN_S)
+        # If it is loading it listens to nobody.
+        self._spawned.close()
+        if self._ended is not None:
+            await self._ended
         if not self._socket.closed:
             self._socket.close(linger=0)
             self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, message: bytes) -> None:
         self._socket.send(message)
@@ -234,8 +224,8 @@ class EngineProcess:
             log.exception("the engine's messages cannot be read")
             self._fail(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
         else:
-            assert self._process is not None
-            self._fail(f"the engine process ended unexpectedly (exit code {self._process.returncode})")
+            code = self._spawned.process.returncode
+            self._fail(f"the engine process ended unexpectedly (exit code {code})")
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -301,13 +291,19 @@ class EngineProcess:
             self._asked.popleft()({})
 
 
-async def start_engine(config: Config) -> EngineProcess:
+async def start_engine(config: Config, spawned: SpawnedEngine | None = None) -> EngineProcess:
     """Fetch the model if need be, load its tokenizer here and its weights in an engine process, and wait until
-    that is ready. Raises ``ConfigError``, ``ModelNotFound``, ``LoadError``, ``OutOfMemory``, ``EngineDead``."""
+    that is ready. ``spawned`` is that process, if it has been started already.
+    Raises ``ConfigError``, ``ModelNotFound``, ``LoadError``, ``OutOfMemory``, ``EngineDead``."""
     tiers_of(config.scheduler)  # what is wrong with them is told before anything is fetched
-    path = await asyncio.to_thread(resolve_source, config.model.model)
-    tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
-    engine = EngineProcess(config, tokenizer)
+    spawned = spawned or SpawnedEngine()
+    try:
+        path = await asyncio.to_thread(resolve_source, config.model.model)
+        tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
+        engine = EngineProcess(config, tokenizer, spawned)
+    except BaseException:
+        spawned.close()
+        raise
     try:
         await engine.start(
             Start(

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
-
-import httpx
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from ropeway.errors import LoadError, ModelNotFound
+
+if TYPE_CHECKING:
+    import httpx
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a file's name, the bytes of it that are there, and its size if that is known."""
@@ -61,6 +62,8 @@ class _Broken(Exception):
 
 def http_client(token: str | None = None) -> httpx.Client:
     """A client for ``get`` and ``download``. ``token`` is sent as a bearer token, but not to hosts redirected to."""
+    import httpx  # at first use: whoever has the model already need not wait for it
+
     headers = {"User-Agent": "ropeway", "Accept-Encoding": "identity"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
@@ -193,6 +196,8 @@ def _check_status(response: httpx.Response) -> None:
 
 
 def _retried(attempt: Callable[[], _T], url: str, retries: Retries, done: Callable[[], int]) -> _T:
+    import httpx
+
     failures = 0
     while True:
         before = done()

@@ -6,14 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-import httpx
 
 from ropeway.errors import LoadError, Unsupported
 from ropeway.loading.download import RemoteFile, Retries, get
 from ropeway.loading.store import safe_name
+
+if TYPE_CHECKING:
+    import httpx
 
 _SMALL = (".json", ".jinja", ".txt")
 _VOCABULARIES = ("tokenizer.model", "spiece.model")

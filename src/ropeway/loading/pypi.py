@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urljoin
 
-import httpx
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from ropeway.errors import LoadError, ModelNotFound, Unsupported
 from ropeway.loading.download import CHUNK, RemoteFile, Retries, get
 from ropeway.loading.store import safe_name
+
+if TYPE_CHECKING:
+    import httpx
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError)

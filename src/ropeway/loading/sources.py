@@ -20,13 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-
-import httpx
+from typing import TYPE_CHECKING
 
 from ropeway.errors import LoadError, ModelNotFound
 from ropeway.loading import hubs, pypi
 from ropeway.loading.download import Progress, RemoteFile, Retries, download, http_client, sha256_of
 from ropeway.loading.store import Manifest, Store, StoredFile
+
+if TYPE_CHECKING:
+    import httpx
 
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _HUB = re.compile(rf"(?P<repository>{_WORD}/{_WORD})(@(?P<revision>[^:@]+))?(:(?P<file>[^:]+\.gguf))?")

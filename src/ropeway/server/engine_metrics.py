@@ -40,6 +40,11 @@ class EngineCollector(Collector):
         yield from self._tiers(stats)
         yield from self._blocks(stats)
         yield from self._steps(stats)
+        info = self._engine.info
+        parts = GaugeMetricFamily("ropeway_startup_seconds", "Parts of the engine's start.", labels=["part"])
+        yield _filled(parts, {(part,): seconds for part, seconds in info.startup.items()})
+        yield _gauge("weight_bytes", "Packed weights.", info.weight_bytes)
+        yield _gauge("kv_pool_bytes", "The KV pool, whether written or not.", info.kv_pool_bytes)
         warnings = len(self._engine.info.warnings) + (stats.disk_failure is not None)
         yield _gauge("engine_warnings", "What was configured and cannot be had; /health names it.", warnings)
 

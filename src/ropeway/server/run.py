@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 
 from ropeway.config import Config, ServerConfig
 from ropeway.engine.client import AsyncEngine
+from ropeway.engine.spawn import SpawnedEngine
 from ropeway.errors import Draining
 from ropeway.server.app import create_app, create_management_app
 from ropeway.server.listening import Listener, bind
@@ -35,14 +37,15 @@ _LAST_WORDS_S = 2.0
 """Time for cancelled requests to tell their clients."""
 
 
-def run(config: Config) -> int:
-    """Serve until a signal ends it; the exit code. Raises ``ConfigError`` for a port in use, or what loading raises."""
+def run(config: Config, spawned: SpawnedEngine) -> int:
+    """Serve until a signal ends it, with the engine process ``spawned``; the exit code. Raises ``ConfigError`` for a
+    port in use, or what loading raises."""
     import uvloop
 
     from ropeway.engine.process import start_engine
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, start_engine))
+        return runner.run(serve(config, functools.partial(start_engine, spawned=spawned)))
 
 
 async def serve(config: Config, start_engine: StartEngine) -> int:

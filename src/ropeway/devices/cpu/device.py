@@ -66,6 +66,7 @@ class CpuDevice:
         self.kernels: Kernels = CpuKernels(self._context)
         self.stream: Stream = ThreadStream("cpu-stream") if stream is None else stream
         self._activations = activations
+        self._arena = pages.Arena()
 
     def memory(self) -> Memory:
         return host_memory()
@@ -79,7 +80,7 @@ class CpuDevice:
         return array
 
     def pack(self, tensor: HostTensor) -> Weight:
-        return weights.pack(self._context, tensor, ACTIVATION_DIGITS[self._activations])
+        return weights.pack(self._context, tensor, ACTIVATION_DIGITS[self._activations], self._arena)
 
     def vector(self, tensor: HostTensor) -> Tensor:
         return tensor.dequantize().clone(memory_format=torch.contiguous_format)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ropeway.devices.base import DenseTensor, GroupedTensor, HostTensor, Layout
 from ropeway.devices.cpu import _native
+from ropeway.devices.pages import Arena
 from ropeway.errors import Unsupported
 
 _DENSE_LAYOUTS: dict[torch.dtype, Layout] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -25,31 +25,37 @@ class PackedWeight:
         half_scales: bool = False,
         minimums: bool = False,
         activation_digits: int = 2,
+        *,
+        arena: Arena,
     ) -> None:
         self.shape = shape
         self.layout = layout
         self.native = _native.PackedMatrix(layout, *shape, group, half_scales, activation_digits)
-        data = _allocate(self.native.data_bytes)
-        scales = _allocate(self.native.scale_bytes)
-        lowest = _allocate(self.native.scale_bytes if minimums else 0)
-        self.native.place(*(part.data_ptr() for part in (data, scales, lowest)))
+        data = arena.take(self.native.data_bytes)
+        scales = arena.take(self.native.scale_bytes)
+        lowest = arena.take(self.native.scale_bytes if minimums else 0)
+        self.native.place(*(part.ctypes.data if part.size else 0 for part in (data, scales, lowest)))  # 0: absent
         self._memory = (data, scales, lowest)
         self.nbytes = sum(part.nbytes for part in self._memory)
 
 
-def pack(context: _native.Context, tensor: HostTensor, activation_digits: int = 2) -> PackedWeight:
-    """Pack a matrix; the peak of memory is the packed size beside the tensor's own.
+def pack(
+    context: _native.Context, tensor: HostTensor, activation_digits: int = 2, arena: Arena | None = None
+) -> PackedWeight:
+    """Pack a matrix into memory of ``arena`` (default: its own); the peak of memory is the packed size beside the
+    tensor's own.
 
     ``activation_digits`` (1 or 2) tells how precisely products with a quantised matrix see their inputs
     (``devices.base.ACTIVATION_DIGITS``). Raises ``Unsupported`` for a type, or a group size, that no layout holds."""
     if len(tensor.shape) != 2:
         raise Unsupported(f"a weight must be a matrix, not of shape {tensor.shape}")
+    arena = arena or Arena()
     if isinstance(tensor, DenseTensor):
-        return _pack_dense(context, tensor)
-    return _pack_grouped(context, tensor, activation_digits)
+        return _pack_dense(context, tensor, arena)
+    return _pack_grouped(context, tensor, activation_digits, arena)
 
 
-def _pack_dense(context: _native.Context, tensor: DenseTensor) -> PackedWeight:
+def _pack_dense(context: _native.Context, tensor: DenseTensor, arena: Arena) -> PackedWeight:
     data = tensor.data
     layout = _DENSE_LAYOUTS.get(data.dtype)
     if layout is None:
@@ -57,12 +63,14 @@ def _pack_dense(context: _native.Context, tensor: DenseTensor) -> PackedWeight:
     if data.stride(1) != 1:
         data = data.contiguous()
     n, k = data.shape
-    weight = PackedWeight((n, k), layout)
+    weight = PackedWeight((n, k), layout, arena=arena)
     _native.pack(context, weight.native, data.data_ptr(), data.stride(0), 0, 0)
     return weight
 
 
-def _pack_grouped(context: _native.Context, tensor: GroupedTensor, activation_digits: int) -> PackedWeight:
+def _pack_grouped(
+    context: _native.Context, tensor: GroupedTensor, activation_digits: int, arena: Arena
+) -> PackedWeight:
     n, k = tensor.codes.shape
     group = tensor.group
     if group not in (16, 32) or k % group:
@@ -76,15 +84,7 @@ def _pack_grouped(context: _native.Context, tensor: GroupedTensor, activation_di
     codes = tensor.codes.contiguous()
     scales = tensor.scales.to(scale_dtype).contiguous()
     minimums = None if tensor.minimums is None else tensor.minimums.to(scale_dtype).contiguous()
-    weight = PackedWeight((n, k), layout, group, half, minimums is not None, activation_digits)
+    weight = PackedWeight((n, k), layout, group, half, minimums is not None, activation_digits, arena=arena)
     lowest = 0 if minimums is None else minimums.data_ptr()
     _native.pack(context, weight.native, codes.data_ptr(), k, scales.data_ptr(), lowest)
     return weight
-
-
-def _allocate(size: int) -> Tensor:
-    """Bytes, aligned to 64, backed by large pages where the system offers them."""
-    memory = torch.empty(size, dtype=torch.uint8)
-    if size >= 1 << 20:
-        _native.advise_large_pages(memory.data_ptr(), size)
-    return memory
