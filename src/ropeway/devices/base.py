@@ -31,6 +31,8 @@ Activations = Literal["int16", "int8"]
 ACTIVATION_DIGITS: dict[Activations, int] = {"int8": 1, "int16": 2}
 ACTIVATION_GROUP = 32
 """Inputs of quantised products share one scale per this many features."""
+QUANTIZED_GROUP = 32
+"""Values under one scale in matrices that ``Device.quantize`` rounds."""
 
 # --------------------------------------------------------------------------- weights as files give them
 
@@ -286,6 +288,13 @@ class Device(Protocol):
 
     def pack(self, tensor: HostTensor) -> Weight:
         """Pack a matrix [n, k] for ``linear`` and ``gather``."""
+        ...
+
+    def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
+        """Round a matrix [n, k] to codes in groups of 32 along its rows, scales in float16: the same bits on every
+        device. int8: symmetric, scale = max |x| / 127. int4: scale and minimum found by a search for the least squared
+        error. Raises ``Unsupported`` for rows that are not whole groups and for values that float16 scales cannot
+        hold."""
         ...
 
     def vector(self, tensor: HostTensor) -> Tensor:

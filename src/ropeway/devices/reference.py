@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import platform
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from ropeway.devices.base import (
     Weight,
 )
 from ropeway.devices.memory import Memory, host_memory
+from ropeway.devices.reference_quantization import quantize
 from ropeway.devices.reference_sampling import sample
 from ropeway.devices.stream import ThreadStream
 from ropeway.errors import OutOfMemory
@@ -297,6 +298,9 @@ class ReferenceDevice:
 
     def pack(self, tensor: HostTensor) -> Weight:
         return ReferenceWeight(tensor, ACTIVATION_DIGITS[self._activations])
+
+    def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
+        return quantize(tensor, layout)
 
     def vector(self, tensor: HostTensor) -> Tensor:
         return _copy(tensor.dequantize())

@@ -116,3 +116,18 @@ def sample(
     top: int,
     /,
 ) -> None: ...
+
+# -- quantize (bindings/quantize.cpp)
+
+def quantize(
+    context: Context,
+    values: int,
+    values_layout: str,
+    n: int,
+    k: int,
+    row_stride: int,
+    codes: int,
+    scales: int,
+    minimums: int,
+    /,
+) -> bool: ...

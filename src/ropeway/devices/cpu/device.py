@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from ropeway.devices import pages
 from ropeway.devices.base import (
     ACTIVATION_DIGITS,
     Activations,
+    DenseTensor,
+    GroupedTensor,
     HostTensor,
     Kernels,
     KVCache,
@@ -21,7 +23,7 @@ from ropeway.devices.base import (
     Stream,
     Weight,
 )
-from ropeway.devices.cpu import _native, kv, weights
+from ropeway.devices.cpu import _native, kv, quantization, weights
 from ropeway.devices.cpu.kernels import CpuKernels
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.processor import available_cores
@@ -75,6 +77,9 @@ class CpuDevice:
 
     def pack(self, tensor: HostTensor) -> Weight:
         return weights.pack(self._context, tensor, ACTIVATION_DIGITS[self._activations], self._arena)
+
+    def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
+        return quantization.quantize(self._context, tensor, layout)
 
     def vector(self, tensor: HostTensor) -> Tensor:
         return tensor.dequantize().clone(memory_format=torch.contiguous_format)

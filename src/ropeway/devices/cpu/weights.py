@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ropeway.devices.base import DenseTensor, GroupedTensor, HostTensor, Layout
 from ropeway.devices.cpu import _native
@@ -57,15 +58,21 @@ def pack(
 
 def _pack_dense(context: _native.Context, tensor: DenseTensor, arena: Arena) -> PackedWeight:
     data = tensor.data
-    layout = _DENSE_LAYOUTS.get(data.dtype)
-    if layout is None:
-        raise Unsupported(f"weights of type {data.dtype} are not supported; use float32, bfloat16 or float16")
+    layout = dense_layout(data)
     if data.stride(1) != 1:
         data = data.contiguous()
     n, k = data.shape
     weight = PackedWeight((n, k), layout, arena=arena)
     _native.pack(context, weight.native, data.data_ptr(), data.stride(0), 0, 0)
     return weight
+
+
+def dense_layout(data: Tensor) -> Layout:
+    """The layout of values as they are. Raises ``Unsupported`` for a type that none holds."""
+    layout = _DENSE_LAYOUTS.get(data.dtype)
+    if layout is None:
+        raise Unsupported(f"weights of type {data.dtype} are not supported; use float32, bfloat16 or float16")
+    return layout
 
 
 def _pack_grouped(
