@@ -14,20 +14,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ropeway.devices.base import DenseTensor, Device, GroupedTensor, HostTensor, Kernels, Layout, Weight
-from ropeway.errors import ConfigError, LoadError
+from ropeway.devices.base import (
+    QUANTIZED_GROUP,
+    DenseTensor,
+    Device,
+    GroupedTensor,
+    HostTensor,
+    Kernels,
+    Layout,
+    Weight,
+)
+from ropeway.errors import ConfigError, LoadError, Unsupported
 from ropeway.loading.checkpoint import Checkpoint
 from ropeway.parallel.communicator import Communicator
 
 log = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+OnLoad = Literal["auto", "bf16", "int8", "int4"]
+"""What unquantised matrices become when they are loaded; auto: what ``Dtype`` says."""
 Progress = Callable[[int, int], None]
 """Called with (parameters loaded so far, parameters in all)."""
 
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DERIVED = ("rotary_emb.inv_freq",)
 """Ends of names of buffers that old checkpoints carry although they follow from the config."""
+_EDGES = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of names of tables that stay in int8 where others are int4, as in GGUF files: every token and every logit comes
+straight from a row of them."""
 _NAMES_SHOWN = 8
 """An error lists at most this many tensors."""
 
@@ -51,16 +65,19 @@ class Weights:
         communicator: Communicator,
         *,
         dtype: Dtype = "auto",
+        on_load: OnLoad = "auto",
         progress: Progress | None = None,
     ) -> None:
-        """``dtype``: what unquantised matrices are converted to; auto leaves each as the file has it."""
+        """``dtype``: what unquantised matrices are converted to; auto leaves each as the file has it. ``on_load``,
+        unless it is auto, goes before ``dtype``."""
         self.device = device
         self.communicator = communicator
         self.nbytes = 0
         """Packed size of everything taken so far."""
         self._layouts: Counter[Layout] = Counter()
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self._dtype: Dtype = "bf16" if on_load == "bf16" else dtype
+        self._on_load = on_load
         self._progress = progress
         self._sizes = {name: prod(checkpoint.shape(name)) for name in checkpoint.names()}
         self._unused = set(self._sizes)
@@ -86,9 +103,10 @@ class Weights:
     def matrix(self, name: str, n: int, k: int, shard: Shard | None = None) -> Weight:
         """The matrix [n, k], or the part of it that ``shard`` names, packed.
 
-        Raises ``LoadError`` when it is missing or has another shape, ``ConfigError`` when it cannot be cut.
+        Raises ``LoadError`` when it is missing or has another shape, ``ConfigError`` when it cannot be cut or held as
+        asked.
         """
-        tensor = _cut(self._get(name, (n, k)), shard, name)
+        tensor = _cut(self._get(name, (n, k)), shard, name, self._dense_unit())
         weight = self.device.pack(self._convert(tensor, name))
         self._layouts[weight.layout] += weight.nbytes
         self._count(name, weight.nbytes)
@@ -132,12 +150,36 @@ class Weights:
         return self._checkpoint.get(name)
 
     def _convert(self, tensor: HostTensor, name: str) -> HostTensor:
-        if self._dtype == "auto" or isinstance(tensor, GroupedTensor):
+        if isinstance(tensor, GroupedTensor):
+            if self._on_load != "auto":
+                raise ConfigError(
+                    f"{self._checkpoint.path} is quantised already (tensor {name}), and weights {self._on_load} would "
+                    "round it a second time; leave weights at auto, or take the model's unquantised files",
+                    param="weights",
+                )
+            return tensor
+        if self._on_load in ("int8", "int4"):
+            return self._quantize(tensor, name)
+        if self._dtype == "auto":
             return tensor
         converted = tensor.data.to(_TORCH_DTYPES[self._dtype])
         if self._dtype == "fp16" and converted.isinf().any() and not tensor.data.isinf().any():
             raise ConfigError(f"tensor {name} has values that fp16 cannot hold; use dtype bf16 or fp32", param="dtype")
         return DenseTensor(converted)
+
+    def _quantize(self, tensor: DenseTensor, name: str) -> GroupedTensor:
+        fine = self._on_load == "int8" or name.endswith(_EDGES)
+        try:
+            return self.device.quantize(tensor, "int8" if fine else "int4")
+        except Unsupported as error:
+            raise ConfigError(
+                f"tensor {name} cannot be held as weights {self._on_load}: {error.message}; use weights bf16",
+                param="weights",
+            ) from error
+
+    def _dense_unit(self) -> int:
+        """Neighbouring features of a dense row that must stay together."""
+        return QUANTIZED_GROUP if self._on_load in ("int8", "int4") else 1
 
     def _count(self, name: str, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -148,8 +190,9 @@ class Weights:
             self._progress(self._loaded, sum(self._sizes.values()))
 
 
-def _cut(tensor: HostTensor, shard: Shard | None, name: str) -> HostTensor:
-    """The part of a tensor that ``shard`` names; quantised rows are cut between groups only."""
+def _cut(tensor: HostTensor, shard: Shard | None, name: str, dense_unit: int = 1) -> HostTensor:
+    """The part of a tensor that ``shard`` names; quantised rows are cut between groups only, dense ones between
+    multiples of ``dense_unit``."""
     if shard is None or shard.count == 1:
         return tensor
     whole = tensor.shape[shard.dim]
@@ -157,13 +200,14 @@ def _cut(tensor: HostTensor, shard: Shard | None, name: str) -> HostTensor:
         raise ConfigError(f"tensor {name}: {whole} features cannot be split evenly over {shard.count} ranks")
     length = whole // shard.count
     start = shard.index * length
+    group = dense_unit if isinstance(tensor, DenseTensor) else tensor.group
+    if shard.dim == 1 and length % group:
+        raise ConfigError(
+            f"tensor {name}: {whole} features in quantised groups of {group} cannot be split over {shard.count} ranks"
+        )
     if isinstance(tensor, DenseTensor):
         return DenseTensor(tensor.data.narrow(shard.dim, start, length))
-    unit = tensor.group if shard.dim == 1 else 1
-    if length % unit:
-        raise ConfigError(
-            f"tensor {name}: {whole} features in quantised groups of {unit} cannot be split over {shard.count} ranks"
-        )
+    unit = group if shard.dim == 1 else 1
 
     def part(values: Tensor) -> Tensor:
         return values.narrow(shard.dim, start // unit, length // unit)
