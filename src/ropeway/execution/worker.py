@@ -83,10 +83,20 @@ class Worker:
         if len(plan.to_device):
             self.cache.to_device(plan.to_device[:, 0], self.host, plan.to_device[:, 1])
 
-    def _compute(self, plan: Plan) -> None:
+    @torch.inference_mode()
+    def hidden_states(self, plan: Plan) -> torch.Tensor:
+        """A forward without sampling -> float32 [tokens, hidden] of all its tokens, as ``Model.logits`` takes them. For
+        measuring: a step that is sampled keeps those of its sampling rows alone."""
+        self.rows.apply(plan)
+        return self._hidden_states(plan)[1]
+
+    def _hidden_states(self, plan: Plan) -> tuple[Batch, torch.Tensor]:
         batch = build_batch(plan, self.rows, self.device, self.cache.block_size)
         attention = self.device.kernels.plan_attention(self.cache, batch.shape)
-        hidden = self.model.forward(batch.ids, batch.shape.positions, self.cache, attention)
+        return batch, self.model.forward(batch.ids, batch.shape.positions, self.cache, attention)
+
+    def _compute(self, plan: Plan) -> None:
+        batch, hidden = self._hidden_states(plan)
         if len(batch.slots):
             self._batch = batch
             self._hidden = hidden if len(batch.slots) == len(hidden) else hidden[batch.sampled]
