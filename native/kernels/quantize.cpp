@@ -7,18 +7,26 @@
 namespace ropeway::ROPEWAY_ISA {
 namespace {
 
+#if defined(ROPEWAY_ISA_AVX512)
 constexpr int kLanes = 16;
-constexpr std::int64_t kTileBlocks = 64;
+#elif defined(ROPEWAY_ISA_AVX2)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr std::int64_t kTileGroups = 1024;
 constexpr float kWidestGroup = 15 * 65504.0F;  // codes [0, 15] times the largest scale in fp16
 constexpr float kNeverBetter = 0x1.fffffep127F;
 
-// Sixteen groups side by side, so that everything below is a loop over lanes, which compilers vectorise, and every sum
-// over a group is taken in the order of its values: the same bits from every instruction set.
+// As many groups side by side as a register has lanes, so that every sum over a group is taken in the order of its
+// values: the same bits from every instruction set. The compilers' own vectors, unlike those of simd.h, have
+// subtraction, division and comparisons, which nothing else needs.
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 struct Block {
-  float x[kQuantizedGroup][kLanes];
+  Lanes x[kQuantizedGroup];
 };
 struct Fit {
-  float scale[kLanes], minimum[kLanes];
+  Lanes scale, minimum;
 };
 
 inline float bits_to_float(std::uint32_t bits) {
@@ -57,10 +65,9 @@ inline std::uint16_t narrow_half(float value) {
 inline bool is_finite_half(std::uint16_t half) { return (half & 0x7C00) != 0x7C00; }
 
 // To the nearest integer, ties to even, for |a| < 2^22.
-inline float nearest(float a) { return (a + 0x1.8p23F) - 0x1.8p23F; }
-inline float smaller(float a, float b) { return a < b ? a : b; }
-inline float larger(float a, float b) { return a > b ? a : b; }
-inline float bounded(float a, float low, float high) { return smaller(larger(a, low), high); }
+inline void round_to_nearest(Lanes& a) { a = (a + 0x1.8p23F) - 0x1.8p23F; }
+inline void keep_at_most(Lanes& a, const Lanes& b) { a = a < b ? a : b; }
+inline void keep_at_least(Lanes& a, const Lanes& b) { a = a > b ? a : b; }
 
 struct AsFloat {
   using Stored = float;
@@ -79,7 +86,7 @@ struct AsHalf {
 template <class Type>
 bool load_block(const Quantize& args, std::int64_t first, int count, Block& block) {
   const std::int64_t groups = args.k / kQuantizedGroup;
-  if (count < kLanes) std::memset(&block, 0, sizeof block);
+  float x[kQuantizedGroup][kLanes] = {};
   float sum = 0;  // of zeros, or NaN
   for (int lane = 0; lane < count; ++lane) {
     const std::int64_t row = (first + lane) / groups, group = (first + lane) % groups;
@@ -87,78 +94,66 @@ bool load_block(const Quantize& args, std::int64_t first, int count, Block& bloc
         static_cast<const typename Type::Stored*>(args.values) + row * args.row_stride + group * kQuantizedGroup;
     for (int i = 0; i < kQuantizedGroup; ++i) {
       const float value = Type::widen(values[i]);
-      block.x[i][lane] = value;
+      x[i][lane] = value;
       sum += value * 0.0F;
     }
   }
+  std::memcpy(&block, x, sizeof block);
   return sum == 0.0F;
 }
 
 // scale = largest magnitude / 127.
 void fit_int8(const Block& block, Fit& fit) {
-  float most[kLanes] = {};
-  for (int i = 0; i < kQuantizedGroup; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float x = block.x[i][lane];
-      most[lane] = larger(most[lane], x < 0 ? -x : x);
-    }
+  Lanes most = {};
+  for (const Lanes& x : block.x) {
+    keep_at_least(most, x);
+    keep_at_least(most, -x);
   }
-  for (int lane = 0; lane < kLanes; ++lane) fit.scale[lane] = most[lane] / 127.0F;
+  fit.scale = most / 127.0F;
 }
 
 // The scale and minimum with the least squared error among those that fit the codes of ten trials best. Trial t spreads
 // the group over [0, 13 + 0.3 t]: below 15, codes stay unused, but the inner values may lie better; above, the largest
 // are cut off. Best means least squares, whose gain over nothing is scale * sum(y code) + minimum * sum(y).
 void fit_int4(const Block& block, Fit& fit) {
-  float low[kLanes], high[kLanes], total[kLanes] = {}, gain[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) low[lane] = high[lane] = block.x[0][lane];
-  for (int i = 1; i < kQuantizedGroup; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      low[lane] = smaller(low[lane], block.x[i][lane]);
-      high[lane] = larger(high[lane], block.x[i][lane]);
-    }
+  const Lanes zero = {}, most_code = zero + 15.0F;
+  Lanes low = block.x[0], high = low, total = zero;
+  for (const Lanes& x : block.x) {
+    keep_at_most(low, x);
+    keep_at_least(high, x);
   }
   Block above;  // y: values above the group's lowest
   for (int i = 0; i < kQuantizedGroup; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      above.x[i][lane] = block.x[i][lane] - low[lane];
-      total[lane] += above.x[i][lane];
-    }
+    above.x[i] = block.x[i] - low;
+    total += above.x[i];
   }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const bool too_wide = high[lane] - low[lane] > kWidestGroup;  // sums may overflow: refused
-    fit.scale[lane] = too_wide ? kWidestGroup : 0;
-    fit.minimum[lane] = low[lane];
-    gain[lane] = too_wide ? kNeverBetter : 0;
-  }
+  const Lanes range = high - low;
+  const auto too_wide = range > kWidestGroup;  // sums may overflow: refused
+  Lanes gain = too_wide ? zero + kNeverBetter : zero;
+  fit.scale = too_wide ? zero + kWidestGroup : zero;
+  fit.minimum = low;
   for (int trial = 0; trial < 10; ++trial) {
     const float top = 13.0F + 0.3F * static_cast<float>(trial);
-    float spread[kLanes], codes[kLanes] = {}, squares[kLanes] = {}, products[kLanes] = {};
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float range = high[lane] - low[lane];
-      spread[lane] = range > 0x1p-120F ? top / range : 0;
+    const Lanes spread = range > 0x1p-120F ? top / range : zero;
+    Lanes codes = zero, squares = zero, products = zero;
+    for (const Lanes& y : above.x) {
+      Lanes code = y * spread;
+      round_to_nearest(code);
+      keep_at_most(code, most_code);
+      codes += code;
+      squares += code * code;
+      products += y * code;
     }
-    for (int i = 0; i < kQuantizedGroup; ++i) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const float y = above.x[i][lane];
-        const float code = smaller(nearest(y * spread[lane]), 15.0F);
-        codes[lane] += code;
-        squares[lane] += code * code;
-        products[lane] += y * code;
-      }
-    }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float count = kQuantizedGroup;
-      const float determinant = count * squares[lane] - codes[lane] * codes[lane];
-      const float inverse = determinant > 0 ? 1.0F / determinant : 0;
-      const float scale = (count * products[lane] - codes[lane] * total[lane]) * inverse;
-      const float minimum = (squares[lane] * total[lane] - codes[lane] * products[lane]) * inverse;
-      const float gained = scale * products[lane] + minimum * total[lane];
-      const bool better = gained > gain[lane];
-      gain[lane] = better ? gained : gain[lane];
-      fit.scale[lane] = better ? scale : fit.scale[lane];
-      fit.minimum[lane] = better ? minimum + low[lane] : fit.minimum[lane];
-    }
+    constexpr float count = kQuantizedGroup;
+    const Lanes determinant = count * squares - codes * codes;
+    const Lanes inverse = determinant > zero ? 1.0F / determinant : zero;
+    const Lanes scale = (count * products - codes * total) * inverse;
+    const Lanes minimum = (squares * total - codes * products) * inverse;
+    const Lanes gained = scale * products + minimum * total;
+    const auto better = gained > gain;
+    gain = better ? gained : gain;
+    fit.scale = better ? scale : fit.scale;
+    fit.minimum = better ? minimum + low : fit.minimum;
   }
 }
 
@@ -166,7 +161,7 @@ void fit_int4(const Block& block, Fit& fit) {
 bool store_block(const Quantize& args, const Block& block, const Fit& fit, std::int64_t first, int count) {
   const bool int4 = args.minimums != nullptr;
   const float lowest = int4 ? 0.0F : -127.0F, highest = int4 ? 15.0F : 127.0F;
-  float inverse[kLanes] = {}, minimum[kLanes] = {};
+  Lanes inverse = {}, minimum = {};
   bool fits = true;
   for (int lane = 0; lane < count; ++lane) {
     const std::uint16_t half = narrow_half(fit.scale[lane]);
@@ -181,16 +176,17 @@ bool store_block(const Quantize& args, const Block& block, const Fit& fit, std::
       fits &= is_finite_half(low);
     }
   }
-  std::int8_t codes[kQuantizedGroup][kLanes];
+  float codes[kQuantizedGroup][kLanes];
   for (int i = 0; i < kQuantizedGroup; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float code = bounded((block.x[i][lane] - minimum[lane]) * inverse[lane], lowest, highest);
-      codes[i][lane] = static_cast<std::int8_t>(static_cast<int>(nearest(code)));
-    }
+    Lanes code = (block.x[i] - minimum) * inverse;
+    keep_at_least(code, Lanes{} + lowest);
+    keep_at_most(code, Lanes{} + highest);
+    round_to_nearest(code);
+    std::memcpy(codes[i], &code, sizeof code);
   }
   for (int lane = 0; lane < count; ++lane) {
     std::int8_t* const to = args.codes + (first + lane) * kQuantizedGroup;
-    for (int i = 0; i < kQuantizedGroup; ++i) to[i] = codes[i][lane];
+    for (int i = 0; i < kQuantizedGroup; ++i) to[i] = static_cast<std::int8_t>(static_cast<int>(codes[i][lane]));
   }
   return fits;
 }
@@ -198,7 +194,7 @@ bool store_block(const Quantize& args, const Block& block, const Fit& fit, std::
 template <class Type>
 bool quantize_from(Context& context, const Quantize& args) {
   const std::int64_t groups = args.n * (args.k / kQuantizedGroup);
-  constexpr std::int64_t step = kTileBlocks * kLanes;
+  constexpr std::int64_t step = kTileGroups;
   int failed = 0;
   parallel(context, (groups + step - 1) / step, [&](std::int64_t tile, int) {
     const std::int64_t end = (tile + 1) * step < groups ? (tile + 1) * step : groups;
