@@ -161,6 +161,7 @@ def bits_of(model: Model) -> dict[str, Any]:
     return {
         "embedding": model.embedding.table.layout,
         "head": model.head.weight.layout,
+        "values": layer.attention._v._weight.layout,
         "attention": layer.attention._out._weight.layout,
         "mlp": layer.mlp._down._weight.layout,
     }
@@ -175,7 +176,8 @@ def test_weights_int8_and_int4_hold_the_matrices_in_groups(name: str) -> None:
         for weights in ("int8", "int4")
     }
     assert set(layouts["int8"].values()) == {"int8"}
-    assert layouts["int4"] == {"embedding": "int8", "head": "int8", "attention": "int4", "mlp": "int4"}
+    fine = {"embedding": "int8", "head": "int8", "values": "int8"}
+    assert layouts["int4"] == {**fine, "attention": "int4", "mlp": "int4"}
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8.5), ("int4", 5.0)])
@@ -187,7 +189,7 @@ def test_weights_take_the_bits_that_are_promised(weights: str, bits: float) -> N
     def size(name: str, tensor: Tensor) -> float:
         if tensor.dim() != 2:
             return 32 * tensor.numel()
-        return (8.5 if "embed" in name or "lm_head" in name else bits) * tensor.numel()
+        return (8.5 if any(part in name for part in ("embed", "lm_head", "v_proj")) else bits) * tensor.numel()
 
     assert model.dtype == weights
     assert model.weight_bytes == sum(size(*item) for item in tensors) / 8
@@ -238,7 +240,7 @@ def test_a_checkpoint_that_is_quantised_is_not_quantised_again(weights: str) -> 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rows_that_are_not_whole_groups_cannot_be_quantised(weights: str) -> None:
     checkpoint = OneMatrix()
-    checkpoint.tensor = DenseTensor(torch.ones(4, 40))  # type: ignore[assignment]
+    checkpoint.tensor = DenseTensor(torch.ones(4, 40))
     source = Weights(checkpoint, device("reference"), SingleProcess(), on_load=weights)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"tensor x cannot be held as weights {weights}: .*groups of 32 values"):
         source.matrix("x", 4, 40)
@@ -258,7 +260,7 @@ def test_parts_quantised_on_load_are_the_parts_of_the_whole(weights: str, dim: i
 
     def rows(shard: Shard | None) -> Tensor:
         checkpoint = OneMatrix()
-        checkpoint.tensor = DenseTensor(values)  # type: ignore[assignment]
+        checkpoint.tensor = DenseTensor(values)
         source = Weights(checkpoint, device("reference"), SingleProcess(), on_load=weights)  # type: ignore[arg-type]
         weight = source.matrix("x", 8, 64, shard)
         return device("reference").kernels.gather(weight, torch.arange(weight.shape[0]))
@@ -268,7 +270,7 @@ def test_parts_quantised_on_load_are_the_parts_of_the_whole(weights: str, dim: i
 
 def test_a_group_to_be_quantised_is_never_cut() -> None:
     checkpoint = OneMatrix()
-    checkpoint.tensor = DenseTensor(torch.ones(4, 64))  # type: ignore[assignment]
+    checkpoint.tensor = DenseTensor(torch.ones(4, 64))
     source = Weights(checkpoint, device("reference"), SingleProcess(), on_load="int8")
     with pytest.raises(ConfigError, match="quantised groups of 32 cannot be split over 4 ranks"):
         source.matrix("x", 4, 64, Shard(1, 0, 4))
@@ -285,7 +287,7 @@ class OneMatrix:
         self.config: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
         random = torch.Generator().manual_seed(0)
-        self.tensor = GroupedTensor(
+        self.tensor: HostTensor = GroupedTensor(
             codes=torch.randint(0, 16, (4, 64), generator=random, dtype=torch.int8),
             scales=torch.rand(4, 2, generator=random).half(),
             minimums=torch.rand(4, 2, generator=random).half(),
@@ -299,8 +301,14 @@ class OneMatrix:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensor.shape
 
-    def get(self, name: str) -> HostTensor:
-        return self.tensor
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
+        rows = rows or slice(None)
+        match self.tensor:
+            case DenseTensor(data):
+                return DenseTensor(data[rows])
+            case GroupedTensor(codes, scales, minimums, group, bits):
+                lowest = None if minimums is None else minimums[rows]
+                return GroupedTensor(codes[rows], scales[rows], lowest, group, bits)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -309,6 +317,34 @@ class OneMatrix:
 def matrix(shard: Shard | None, **options: Any) -> Tensor:
     weight = Weights(OneMatrix(), device("reference"), SingleProcess(), **options).matrix("x", 4, 64, shard)
     return device("reference").kernels.gather(weight, torch.arange(weight.shape[0]))
+
+
+@pytest.mark.parametrize("rows", [100, 128, 1])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_matrix_that_is_loaded_in_slices_is_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, name: str, form: str, rows: int
+) -> None:
+    monkeypatch.setattr("ropeway.models.weights._SLICE_VALUES", 64 * 32)
+    chosen, checkpoint = device(name), OneMatrix()
+    values = DenseTensor(torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)))
+    quantised = form in ("int8", "int4")
+    checkpoint.tensor = chosen.quantize(values, form) if quantised else values  # type: ignore[arg-type]
+    if form == "bf16":
+        checkpoint.tensor = DenseTensor(values.data.bfloat16())
+    seen: list[slice | None] = []
+    get = checkpoint.get
+    monkeypatch.setattr(checkpoint, "get", lambda name, part=None: seen.append(part) or get(name, part))
+    weight = Weights(checkpoint, chosen, SingleProcess()).matrix("x", rows, 64)
+    assert [(part.start, part.stop) for part in seen if part] == [
+        (start, min(start + 32, rows)) for start in range(0, rows, 32)
+    ]
+    found = chosen.kernels.gather(weight, torch.arange(rows, dtype=torch.int32))
+    assert torch.equal(found, checkpoint.tensor.dequantize())
+    assert weight.nbytes == chosen.pack(checkpoint.tensor).nbytes
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    whole = chosen.kernels.linear(x, chosen.pack(checkpoint.tensor))
+    assert torch.equal(chosen.kernels.linear(x, weight), whole)
 
 
 @pytest.mark.parametrize(("dim", "count"), [(0, 2), (0, 4), (1, 2)])

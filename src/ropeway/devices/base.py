@@ -14,7 +14,7 @@ for int8 and 127 * 256 for int16, whose codes are 256 * high + low with both dig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -31,6 +31,8 @@ Activations = Literal["int16", "int8"]
 ACTIVATION_DIGITS: dict[Activations, int] = {"int8": 1, "int16": 2}
 ACTIVATION_GROUP = 32
 """Inputs of quantised products share one scale per this many features."""
+ROW_UNIT = 32
+"""Slices of a matrix to be packed begin at multiples of so many rows."""
 QUANTIZED_GROUP = 32
 """Values under one scale in matrices that ``Device.quantize`` rounds."""
 
@@ -288,6 +290,11 @@ class Device(Protocol):
 
     def pack(self, tensor: HostTensor) -> Weight:
         """Pack a matrix [n, k] for ``linear`` and ``gather``."""
+        ...
+
+    def pack_slices(self, n: int, slices: Iterable[HostTensor]) -> Weight:
+        """Pack a matrix [n, k] that comes in slices of its rows, all of one form and each but the last of a multiple of
+        ``ROW_UNIT`` rows. A slice is done with when the next one is asked for."""
         ...
 
     def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:

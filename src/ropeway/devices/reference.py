@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -299,6 +300,9 @@ class ReferenceDevice:
     def pack(self, tensor: HostTensor) -> Weight:
         return ReferenceWeight(tensor, ACTIVATION_DIGITS[self._activations])
 
+    def pack_slices(self, n: int, slices: Iterable[HostTensor]) -> Weight:
+        return self.pack(_joined([_owned(tensor) for tensor in slices]))
+
     def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
         return quantize(tensor, layout)
 
@@ -338,6 +342,27 @@ class ReferenceDevice:
 
     def close(self) -> None:
         self.stream.close()
+
+
+def _joined(slices: list[HostTensor]) -> HostTensor:
+    """Slices of the rows of one matrix, put together."""
+    dense = [tensor.data for tensor in slices if isinstance(tensor, DenseTensor)]
+    if dense:
+        return DenseTensor(torch.cat(dense))
+    grouped = [tensor for tensor in slices if isinstance(tensor, GroupedTensor)]
+    first = grouped[0]
+    return GroupedTensor(
+        torch.cat([tensor.codes for tensor in grouped]),
+        torch.cat([tensor.scales for tensor in grouped]),
+        None if first.minimums is None else torch.cat([t.minimums for t in grouped if t.minimums is not None]),
+        first.group,
+        first.bits,
+    )
+
+
+def _owned(tensor: HostTensor) -> HostTensor:
+    """A slice that outlives the mapped file's next one."""
+    return DenseTensor(_copy(tensor.data)) if isinstance(tensor, DenseTensor) else tensor
 
 
 def _own(weight: Weight) -> ReferenceWeight:

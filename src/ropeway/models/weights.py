@@ -1,12 +1,12 @@
-"""Where layers take their tensors from: each is checked, cut to this rank's part, converted and packed one
-by one, so that memory peaks near the packed size. What was taken is kept count of, so that a checkpoint and
+"""Where layers take their tensors from: each is checked, cut to this rank's part, converted and packed, a slice of its
+rows at a time, so that memory peaks near the packed size. What was taken is kept count of, so that a checkpoint and
 a model that do not match are an error that says where."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ropeway.devices.base import (
     QUANTIZED_GROUP,
+    ROW_UNIT,
     DenseTensor,
     Device,
     GroupedTensor,
@@ -39,9 +40,11 @@ Progress = Callable[[int, int], None]
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DERIVED = ("rotary_emb.inv_freq",)
 """Ends of names of buffers that old checkpoints carry although they follow from the config."""
-_EDGES = ("embed_tokens.weight", "lm_head.weight")
-"""Ends of names of tables that stay in int8 where others are int4, as in GGUF files: every token and every logit comes
-straight from a row of them."""
+_FINE = ("embed_tokens.weight", "lm_head.weight", "v_proj.weight")
+"""Ends of names of matrices that are int8 where others are int4, because they cost the most in perplexity for their
+size (docs/kernels.md); GGUF files make about the same exceptions."""
+_SLICE_VALUES = 1 << 22
+"""Read, converted and packed at a time."""
 _NAMES_SHOWN = 8
 """An error lists at most this many tensors."""
 
@@ -106,15 +109,19 @@ class Weights:
         Raises ``LoadError`` when it is missing or has another shape, ``ConfigError`` when it cannot be cut or held as
         asked.
         """
-        tensor = _cut(self._get(name, (n, k)), shard, name, self._dense_unit())
-        weight = self.device.pack(self._convert(tensor, name))
+        self._check(name, (n, k))
+        whole = Shard(0, 0, 1)
+        rows = _part(n, shard if shard is not None and shard.dim == 0 else whole, name)
+        columns = None if shard is None or shard.dim == 0 else shard
+        weight = self.device.pack_slices(len(rows), self._slices(name, rows, k, columns))
         self._layouts[weight.layout] += weight.nbytes
         self._count(name, weight.nbytes)
         return weight
 
     def vector(self, name: str, n: int, shard: Shard | None = None) -> Tensor:
         """The vector [n], or a part of it, in float32; raises like ``matrix``."""
-        vector = self.device.vector(_cut(self._get(name, (n,)), shard, name))
+        self._check(name, (n,))
+        vector = self.device.vector(_cut(self._checkpoint.get(name), shard, name))
         self._count(name, vector.nbytes)
         return vector
 
@@ -122,7 +129,7 @@ class Weights:
         """Whether tensor ``name`` is missing or equal to ``of``, so that the other can stand for it."""
         if name not in self._sizes:
             return True
-        if _equal(self._checkpoint.get(name), self._checkpoint.get(of)):
+        if self._are_equal(name, of):
             self._count(name, 0)
             return True
         log.warning("%s: %s differs from %s although the config ties them", self._checkpoint.path, name, of)
@@ -139,7 +146,21 @@ class Weights:
         for name in tuple(self._unused):
             self._count(name, 0)
 
-    def _get(self, name: str, shape: tuple[int, ...]) -> HostTensor:
+    def _slices(self, name: str, rows: range, k: int, columns: Shard | None) -> Iterator[HostTensor]:
+        """Rows of a matrix as they are to be packed, some at a time, so that beside the packed matrix only a slice of
+        it is in memory."""
+        for part in _row_slices(rows, k):
+            tensor = _cut(self._checkpoint.get(name, part), columns, name, self._dense_unit())
+            yield self._convert(tensor, name)
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        shape = self._checkpoint.shape(name)
+        if shape != self._checkpoint.shape(other):
+            return False
+        get = self._checkpoint.get
+        return all(_equal(get(name, part), get(other, part)) for part in _row_slices(range(shape[0]), shape[1]))
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._sizes:
             raise LoadError(f"{self._checkpoint.path}: tensor {name} is missing")
         found = self._checkpoint.shape(name)
@@ -147,7 +168,6 @@ class Weights:
             raise LoadError(
                 f"{self._checkpoint.path}: tensor {name} has shape {list(found)}; config.json asks for {list(shape)}"
             )
-        return self._checkpoint.get(name)
 
     def _convert(self, tensor: HostTensor, name: str) -> HostTensor:
         if isinstance(tensor, GroupedTensor):
@@ -168,7 +188,7 @@ class Weights:
         return DenseTensor(converted)
 
     def _quantize(self, tensor: DenseTensor, name: str) -> GroupedTensor:
-        fine = self._on_load == "int8" or name.endswith(_EDGES)
+        fine = self._on_load == "int8" or name.endswith(_FINE)
         try:
             return self.device.quantize(tensor, "int8" if fine else "int4")
         except Unsupported as error:
@@ -190,16 +210,29 @@ class Weights:
             self._progress(self._loaded, sum(self._sizes.values()))
 
 
+def _part(whole: int, shard: Shard, name: str) -> range:
+    """Which of ``whole`` features ``shard`` names."""
+    if whole % shard.count:
+        raise ConfigError(f"tensor {name}: {whole} features cannot be split evenly over {shard.count} ranks")
+    length = whole // shard.count
+    return range(shard.index * length, (shard.index + 1) * length)
+
+
+def _row_slices(rows: range, k: int) -> Iterator[slice]:
+    """``rows`` of k values in slices of about ``_SLICE_VALUES``, each a multiple of ``ROW_UNIT`` but the last."""
+    step = max(_SLICE_VALUES // max(k, 1) // ROW_UNIT, 1) * ROW_UNIT
+    for start in range(rows.start, max(rows.stop, rows.start + 1), step):
+        yield slice(start, min(start + step, rows.stop))
+
+
 def _cut(tensor: HostTensor, shard: Shard | None, name: str, dense_unit: int = 1) -> HostTensor:
     """The part of a tensor that ``shard`` names; quantised rows are cut between groups only, dense ones between
     multiples of ``dense_unit``."""
     if shard is None or shard.count == 1:
         return tensor
     whole = tensor.shape[shard.dim]
-    if whole % shard.count:
-        raise ConfigError(f"tensor {name}: {whole} features cannot be split evenly over {shard.count} ranks")
-    length = whole // shard.count
-    start = shard.index * length
+    mine = _part(whole, shard, name)
+    start, length = mine.start, len(mine)
     group = dense_unit if isinstance(tensor, DenseTensor) else tensor.group
     if shard.dim == 1 and length % group:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -77,6 +78,10 @@ class CpuDevice:
 
     def pack(self, tensor: HostTensor) -> Weight:
         return weights.pack(self._context, tensor, ACTIVATION_DIGITS[self._activations], self._arena)
+
+    def pack_slices(self, n: int, slices: Iterable[HostTensor]) -> Weight:
+        digits = ACTIVATION_DIGITS[self._activations]
+        return weights.pack_slices(self._context, n, slices, digits, self._arena)
 
     def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
         return quantization.quantize(self._context, tensor, layout)
