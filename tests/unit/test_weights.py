@@ -163,7 +163,8 @@ def bits_of(model: Model) -> dict[str, Any]:
         "head": model.head.weight.layout,
         "values": layer.attention._v._weight.layout,
         "attention": layer.attention._out._weight.layout,
-        "mlp": layer.mlp._down._weight.layout,
+        "gate": layer.mlp._gate._weight.layout,
+        "down": layer.mlp._down._weight.layout,
     }
 
 
@@ -176,8 +177,8 @@ def test_weights_int8_and_int4_hold_the_matrices_in_groups(name: str) -> None:
         for weights in ("int8", "int4")
     }
     assert set(layouts["int8"].values()) == {"int8"}
-    fine = {"embedding": "int8", "head": "int8", "values": "int8"}
-    assert layouts["int4"] == {**fine, "attention": "int4", "mlp": "int4"}
+    fine = dict.fromkeys(("embedding", "head", "values", "down"), "int8")
+    assert layouts["int4"] == {**fine, "attention": "int4", "gate": "int4"}
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8.5), ("int4", 5.0)])
@@ -189,9 +190,10 @@ def test_weights_take_the_bits_that_are_promised(weights: str, bits: float) -> N
     def size(name: str, tensor: Tensor) -> float:
         if tensor.dim() != 2:
             return 32 * tensor.numel()
-        return (8.5 if any(part in name for part in ("embed", "lm_head", "v_proj")) else bits) * tensor.numel()
+        return (
+            8.5 if any(part in name for part in ("embed", "lm_head", "v_proj", "down_proj")) else bits
+        ) * tensor.numel()
 
-    assert model.dtype == weights
     assert model.weight_bytes == sum(size(*item) for item in tensors) / 8
 
 

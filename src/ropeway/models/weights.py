@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DERIVED = ("rotary_emb.inv_freq",)
 """Ends of names of buffers that old checkpoints carry although they follow from the config."""
-_FINE = ("embed_tokens.weight", "lm_head.weight", "v_proj.weight")
+_FINE = ("embed_tokens.weight", "lm_head.weight", "v_proj.weight", "down_proj.weight")
 """Ends of names of matrices that are int8 where others are int4, because they cost the most in perplexity for their
 size (docs/kernels.md); GGUF files make about the same exceptions."""
 _SLICE_VALUES = 1 << 22
@@ -110,9 +110,8 @@ class Weights:
         asked.
         """
         self._check(name, (n, k))
-        whole = Shard(0, 0, 1)
-        rows = _part(n, shard if shard is not None and shard.dim == 0 else whole, name)
-        columns = None if shard is None or shard.dim == 0 else shard
+        rows = range(n) if shard is None or shard.dim else _part(n, shard, name)
+        columns = shard if shard is not None and shard.dim else None
         weight = self.device.pack_slices(len(rows), self._slices(name, rows, k, columns))
         self._layouts[weight.layout] += weight.nbytes
         self._count(name, weight.nbytes)
