@@ -101,6 +101,12 @@ def test_a_comparison_counts_other_choices_and_their_largest_gap() -> None:
     assert cost.change_error_percent > 0
 
 
+def test_a_context_beyond_the_models_is_refused_with_the_limit() -> None:
+    text = Text(np.full((1, 300), 5, dtype=np.int32), 1)
+    with pytest.raises(ConfigError, match=r"context is 300, which is too long: .* allows 1 to 256"):
+        score(tiny_config(), text, lambda done: None)
+
+
 # --------------------------------------------------------------------------- the text
 
 
@@ -191,3 +197,7 @@ def test_an_unknown_word_for_the_baseline_names_the_known_ones() -> None:
     result = run(*SMALL_RUN, "--baseline-weights", "int3")
     assert result.exit_code == 1
     assert "auto, bf16, int8, int4" in result.output.replace("\n", " ")
+
+
+def test_only_settings_that_change_the_figures_are_flags() -> None:
+    assert run(*SMALL_RUN, "--kv-blocks", 8).exit_code == 2

@@ -163,7 +163,12 @@ def compare(before: Scores, after: Scores) -> Perplexity:
 def score(config: Config, text: Text, progress: Callable[[int], None]) -> Scores:
     """Load the configured model and predict the text; ``progress`` counts positions computed."""
     context = text.chunks.shape[1]
-    assembly = assemble(_alone(config, context), resolve_source(config.model.model), lambda output: None)
+    try:
+        assembly = assemble(_alone(config, context), resolve_source(config.model.model), lambda output: None)
+    except ConfigError as error:
+        if error.param != "max_model_len":
+            raise
+        raise ConfigError(f"context is {context}, which is too long: {error.message}", param="context") from error
     columns = []
     try:
         worker = assembly.worker
