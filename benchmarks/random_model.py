@@ -68,7 +68,7 @@ def random_model(shape: str, root: Path | None = None, *, seed: int = 0) -> Path
 
     Raises ``KeyError`` for a shape not in ``SHAPES``."""
     config = SHAPES[shape]
-    folder = (root or _cache()) / f"{shape}-random-{seed}"
+    folder = (root or cache_folder()) / f"{shape}-random-{seed}"
     config_file = folder / "config.json"
     if not config_file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def random_model(shape: str, root: Path | None = None, *, seed: int = 0) -> Path
     return folder
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("ROPEWAY_CACHE") or Path.home() / ".cache" / "ropeway") / "benchmarks"
 
 

@@ -20,6 +20,10 @@ class ModelConfig:
     """A hub id (hf:ORG/NAME, modelscope:ORG/NAME or ORG/NAME), a folder, a .gguf file, or a built-in name."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Layout of unquantised weights; auto: the checkpoint's."""
+    weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """What the matrices of an unquantised checkpoint become when they are loaded. auto: what dtype says; int8: 8.5 bits
+    a weight; int4: 5 bits, but 8.5 in embeddings, head and two matrices of each layer that need them. docs/kernels.md
+    shows what they cost in perplexity."""
     max_model_len: int | None = None
     """Longest sequence in tokens (prompt and output); default: the model's, lowered to what the pool holds."""
 

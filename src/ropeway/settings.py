@@ -393,13 +393,18 @@ def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[s
         values[weaker] = values[stronger]
         origins[weaker] = Origin(0, f"default, adjusted to {stronger}")
 
-    blocks, memory = "kv_blocks", "kv_memory"
-    if values[blocks] is not None and values[memory] is not None:
-        if origins[blocks].rank == origins[memory].rank:
-            clash(blocks, memory, "both set the size of the same pool; give one of them")
-        weaker, stronger = sorted((blocks, memory), key=lambda name: origins[name].rank)
+    def choose(one: str, other: str, off: Any, why: str) -> None:
+        """Of two settings that say the same thing differently, the one given with more authority counts."""
+        if origins[one].rank == origins[other].rank:
+            clash(one, other, why)
+        weaker, stronger = sorted((one, other), key=lambda name: origins[name].rank)
         notes.append(f"{weaker} (from {origins[weaker]}) is overridden by {stronger} (from {origins[stronger]})")
-        values[weaker], origins[weaker] = None, Origin(0, f"overridden by {stronger}")
+        values[weaker], origins[weaker] = off, Origin(0, f"overridden by {stronger}")
+
+    if values["kv_blocks"] is not None and values["kv_memory"] is not None:
+        choose("kv_blocks", "kv_memory", None, "both set the size of the same pool; give one of them")
+    if "auto" not in (values["dtype"], values["weights"]) and values["dtype"] != values["weights"]:
+        choose("dtype", "weights", "auto", "both say what the weights are held in; give one of them")
 
     def needs(name: str, off: Any, other: str, why: str) -> None:
         """``name`` cannot be had as long as ``other`` is what it is. It gives way if that was said with more

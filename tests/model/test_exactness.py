@@ -46,8 +46,8 @@ class Converted:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._base.shape(name)
 
-    def get(self, name: str) -> HostTensor:
-        tensor = self._base.get(name)
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
+        tensor = self._base.get(name, rows)
         return self._convert(tensor.dequantize()) if len(tensor.shape) == 2 else tensor
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,33 @@ def test_rows_are_in_the_models_order_in_every_type(family: str, kind: Type, tmp
         if expected.ndim == 2:
             expected = gguf.quants.dequantize(gguf.quants.quantize(expected, kind), kind)
         np.testing.assert_array_equal(checkpoint.get(name).dequantize().numpy(), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.BF16, Type.Q8_0, Type.Q4_1], ids=lambda kind: kind.name)
+def test_slices_of_rows_are_those_of_the_whole(kind: Type, tmp_path: Path) -> None:
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_oracle("llama"), kind))
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        whole = checkpoint.get(name).dequantize()
+        for rows in (slice(0, 64), slice(5, 33), slice(60, 64)):
+            assert torch.equal(checkpoint.get(name, rows).dequantize(), whole[rows])
+
+
+def test_reading_dense_tensors_does_not_grow_the_process_by_the_file(tmp_path: Path) -> None:
+    count, size = 24, 1 << 20
+
+    def large(writer: gguf.GGUFWriter) -> None:
+        for i in range(count):
+            writer.add_tensor(f"large.{i}", np.ones((1024, size // 1024), dtype=np.float32))
+
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_oracle("llama"), extra=large))
+    before = resident_bytes()
+    for i in range(count):
+        assert checkpoint.get(f"large.{i}").dequantize().sum() == size
+    assert resident_bytes() - before < count * size * 4 / 2
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_norms_and_biases_come_as_float32_whatever_the_file_holds(tmp_path: Path) -> None:

@@ -292,7 +292,8 @@ def test_a_prefix_on_disk_is_found_by_the_next_one_unless_it_is_damaged_or_forei
         again = one(llm, prompt, max_tokens=12)
         assert (again.token_ids, again.cached_tokens) == (want.token_ids, 96)
         assert llm.engine.stats().disk_hits == 96
-    for other in ({"kv_dtype": "bf16"}, {"dtype": "bf16"}):  # what lies there is foreign
+    foreign = ({"kv_dtype": "bf16"}, {"dtype": "bf16"}, {"weights": "int8", "kv_dtype": "fp32"})
+    for other in foreign:
         with tiny_llm(**fields, **other) as llm:
             assert one(llm, prompt, max_tokens=12).cached_tokens == 0
             assert llm.engine.stats().disk_hits == 0

@@ -73,6 +73,15 @@ def test_tensors_come_back_with_their_shapes_types_and_values(folder: Path) -> N
         assert torch.equal(value(checkpoint, name), tensor)
 
 
+def test_slices_of_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+    values = torch.arange(60.0).view(12, 5).bfloat16()
+    save_file({"x": values, "y": values.float()}, tmp_path / SINGLE)
+    file = SafetensorsFile(tmp_path / SINGLE)
+    for rows in (slice(0, 12), slice(3, 7), slice(11, 12), slice(4, 4), slice(8, 40)):
+        assert torch.equal(file.get("x", rows).data, values[rows])
+        assert torch.equal(file.get("y", rows).data, values[rows].float())
+
+
 def test_tensors_stay_valid_when_others_are_read_and_after_close(folder: Path) -> None:
     checkpoint = SafetensorsCheckpoint(folder)
     kept = {name: value(checkpoint, name) for name in TENSORS}

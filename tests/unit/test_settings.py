@@ -245,6 +245,18 @@ def test_two_sizes_of_the_pool_contradict_unless_one_has_more_authority(toml):
     assert "kv_memory" in resolved.notes[0]
 
 
+def test_dtype_and_weights_that_disagree_contradict_unless_one_has_more_authority(toml):
+    with pytest.raises(
+        ConfigError, match=r"dtype fp32 .*weights int4 .* contradict: both say what the weights are held"
+    ):
+        merged({"dtype": "fp32", "weights": "int4"})
+    resolved = merged({"weights": "int8"}, file=toml('[model]\ndtype = "fp16"'))
+    assert (resolved.config.model.dtype, resolved.config.model.weights) == ("auto", "int8")
+    assert "dtype" in resolved.notes[0]
+    agreed = merged({"dtype": "bf16", "weights": "bf16"})
+    assert agreed.notes == []
+
+
 def test_the_two_listeners_need_two_ports():
     with pytest.raises(ConfigError, match="ports of their own"):
         merged({"port": 8000, "management_port": 8000})

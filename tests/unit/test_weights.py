@@ -153,6 +153,131 @@ def test_progress_grows_to_all_parameters(variant: str) -> None:
     assert {total for _, total in seen} == {done[-1]}
 
 
+# --------------------------------------------------------------------------- quantised on load
+
+
+def bits_of(model: Model) -> dict[str, Any]:
+    layer = model.layers[0]  # type: ignore[attr-defined]
+    return {
+        "embedding": model.embedding.table.layout,
+        "head": model.head.weight.layout,
+        "values": layer.attention._v._weight.layout,
+        "attention": layer.attention._out._weight.layout,
+        "gate": layer.mlp._gate._weight.layout,
+        "down": layer.mlp._down._weight.layout,
+    }
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_weights_int8_and_int4_hold_the_matrices_in_groups(name: str) -> None:
+    layouts = {
+        weights: bits_of(
+            load_model(open_checkpoint(tiny_checkpoint("llama")), device(name), SingleProcess(), weights=weights)
+        )
+        for weights in ("int8", "int4")
+    }
+    assert set(layouts["int8"].values()) == {"int8"}
+    fine = dict.fromkeys(("embedding", "head", "values", "down"), "int8")
+    assert layouts["int4"] == {**fine, "attention": "int4", "gate": "int4"}
+
+
+@pytest.mark.parametrize(("weights", "bits"), [("int8", 8.5), ("int4", 5.0)])
+def test_weights_take_the_bits_that_are_promised(weights: str, bits: float) -> None:
+    tensors = load_file(tiny_checkpoint("llama-biased") / "model.safetensors").items()
+    checkpoint = open_checkpoint(tiny_checkpoint("llama-biased"))
+    model = load_model(checkpoint, device("cpu"), SingleProcess(), weights=weights)  # type: ignore[arg-type]
+
+    def size(name: str, tensor: Tensor) -> float:
+        if tensor.dim() != 2:
+            return 32 * tensor.numel()
+        return (
+            8.5 if any(part in name for part in ("embed", "lm_head", "v_proj", "down_proj")) else bits
+        ) * tensor.numel()
+
+    assert model.weight_bytes == sum(size(*item) for item in tensors) / 8
+
+
+def test_weights_bf16_is_dtype_bf16() -> None:
+    bf16 = load(tiny_checkpoint("llama"), weights="bf16")
+    assert torch.equal(logits(bf16), logits(load(tiny_checkpoint("llama"), dtype="bf16")))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_what_is_quantised_on_load_is_the_same_from_every_16_bit_copy_and_on_every_device(
+    tmp_path: Path, weights: str
+) -> None:
+    """bfloat16 values, stored as such and as float32."""
+
+    def halve(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+    narrow = changed(tmp_path, "llama", halve)
+    wide = changed(tmp_path / "wide", "llama", lambda tensors: None)
+    tensors = load_file(narrow / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, wide / "model.safetensors")
+    assert torch.equal(logits(load(narrow, weights=weights)), logits(load(wide, weights=weights)))
+    ids = torch.arange(96, dtype=torch.int32)
+    rows = []
+    for name in ("reference", "cpu"):
+        model = load_model(open_checkpoint(narrow), device(name), SingleProcess(), weights=weights)
+        gate = model.layers[1].mlp._gate._weight  # type: ignore[attr-defined]
+        rows.append(device(name).kernels.gather(gate, ids))
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_tied_table_is_quantised_once(tmp_path: Path, weights: str) -> None:
+    model = load(tiny_checkpoint("llama-tied"), weights=weights)
+    assert model.head.weight is model.embedding.table
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_a_checkpoint_that_is_quantised_is_not_quantised_again(weights: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"quantised already \(tensor x\), and weights {weights} would .*leave weights at"
+    ):
+        matrix(None, on_load=weights)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rows_that_are_not_whole_groups_cannot_be_quantised(weights: str) -> None:
+    checkpoint = OneMatrix()
+    checkpoint.tensor = DenseTensor(torch.ones(4, 40))
+    source = Weights(checkpoint, device("reference"), SingleProcess(), on_load=weights)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"tensor x cannot be held as weights {weights}: .*groups of 32 values"):
+        source.matrix("x", 4, 40)
+
+
+def test_values_that_cannot_be_quantised_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = changed(tmp_path, "llama", lambda tensors: tensors[name][0, 0].fill_(float("nan")))
+    with pytest.raises(ConfigError, match=f"tensor {name} cannot be held as weights int4: a value is not finite"):
+        load(folder, weights="int4")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize(("dim", "count"), [(0, 2), (0, 4), (1, 2)])
+def test_parts_quantised_on_load_are_the_parts_of_the_whole(weights: str, dim: int, count: int) -> None:
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+
+    def rows(shard: Shard | None) -> Tensor:
+        checkpoint = OneMatrix()
+        checkpoint.tensor = DenseTensor(values)
+        source = Weights(checkpoint, device("reference"), SingleProcess(), on_load=weights)  # type: ignore[arg-type]
+        weight = source.matrix("x", 8, 64, shard)
+        return device("reference").kernels.gather(weight, torch.arange(weight.shape[0]))
+
+    assert torch.equal(torch.cat([rows(Shard(dim, index, count)) for index in range(count)], dim), rows(None))
+
+
+def test_a_group_to_be_quantised_is_never_cut() -> None:
+    checkpoint = OneMatrix()
+    checkpoint.tensor = DenseTensor(torch.ones(4, 64))
+    source = Weights(checkpoint, device("reference"), SingleProcess(), on_load="int8")
+    with pytest.raises(ConfigError, match="quantised groups of 32 cannot be split over 4 ranks"):
+        source.matrix("x", 4, 64, Shard(1, 0, 4))
+
+
 # --------------------------------------------------------------------------- quantised matrices
 
 
@@ -164,7 +289,7 @@ class OneMatrix:
         self.config: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
         random = torch.Generator().manual_seed(0)
-        self.tensor = GroupedTensor(
+        self.tensor: HostTensor = GroupedTensor(
             codes=torch.randint(0, 16, (4, 64), generator=random, dtype=torch.int8),
             scales=torch.rand(4, 2, generator=random).half(),
             minimums=torch.rand(4, 2, generator=random).half(),
@@ -178,8 +303,14 @@ class OneMatrix:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensor.shape
 
-    def get(self, name: str) -> HostTensor:
-        return self.tensor
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
+        rows = rows or slice(None)
+        match self.tensor:
+            case DenseTensor(data):
+                return DenseTensor(data[rows])
+            case GroupedTensor(codes, scales, minimums, group, bits):
+                lowest = None if minimums is None else minimums[rows]
+                return GroupedTensor(codes[rows], scales[rows], lowest, group, bits)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -188,6 +319,34 @@ class OneMatrix:
 def matrix(shard: Shard | None, **options: Any) -> Tensor:
     weight = Weights(OneMatrix(), device("reference"), SingleProcess(), **options).matrix("x", 4, 64, shard)
     return device("reference").kernels.gather(weight, torch.arange(weight.shape[0]))
+
+
+@pytest.mark.parametrize("rows", [100, 128, 1])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_matrix_that_is_loaded_in_slices_is_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, name: str, form: str, rows: int
+) -> None:
+    monkeypatch.setattr("ropeway.models.weights._SLICE_VALUES", 64 * 32)
+    chosen, checkpoint = device(name), OneMatrix()
+    values = DenseTensor(torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)))
+    quantised = form in ("int8", "int4")
+    checkpoint.tensor = chosen.quantize(values, form) if quantised else values  # type: ignore[arg-type]
+    if form == "bf16":
+        checkpoint.tensor = DenseTensor(values.data.bfloat16())
+    seen: list[slice | None] = []
+    get = checkpoint.get
+    monkeypatch.setattr(checkpoint, "get", lambda name, part=None: seen.append(part) or get(name, part))
+    weight = Weights(checkpoint, chosen, SingleProcess()).matrix("x", rows, 64)
+    assert [(part.start, part.stop) for part in seen if part] == [
+        (start, min(start + 32, rows)) for start in range(0, rows, 32)
+    ]
+    found = chosen.kernels.gather(weight, torch.arange(rows, dtype=torch.int32))
+    assert torch.equal(found, checkpoint.tensor.dequantize())
+    assert weight.nbytes == chosen.pack(checkpoint.tensor).nbytes
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    whole = chosen.kernels.linear(x, chosen.pack(checkpoint.tensor))
+    assert torch.equal(chosen.kernels.linear(x, weight), whole)
 
 
 @pytest.mark.parametrize(("dim", "count"), [(0, 2), (0, 4), (1, 2)])

@@ -12,6 +12,7 @@ import typer
 
 from ropeway.cli import bench_kv, bench_memory
 from ropeway.cli.bench_fit import fit
+from ropeway.cli.bench_perplexity import perplexity
 from ropeway.cli.bench_startup import startup
 from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
@@ -263,5 +264,5 @@ def _overhead_table(runs: list[dict[str, Any]]) -> Any:
     return table
 
 
-for command in (fit, bench_kv.kv, bench_memory.preemption, bench_memory.prefix, startup):
+for command in (fit, perplexity, bench_kv.kv, bench_memory.preemption, bench_memory.prefix, startup):
     app.command()(command)

@@ -29,14 +29,16 @@ ConfigFile = Annotated[
 ]
 
 
-def with_settings(*sections: str) -> Callable[[Command], Command]:
-    """Give a command the flags of these sections of the settings. It declares ``**flags`` and receives all of them
-    there, by field name, None where not given. The field ``model`` is left out: it is an argument."""
+def with_settings(*places: str) -> Callable[[Command], Command]:
+    """Give a command the flags of these sections of the settings, or of single fields (``cache.kv_dtype``). It declares
+    ``**flags`` and receives all of them there, by field name, None where not given. The field ``model`` is left out: it
+    is an argument."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        made = [_parameter(s) for s in settings().values() if s.section in sections and s.name != "model"]
+        chosen = [s for s in settings().values() if s.section in places or s.path in places]
+        made = [_parameter(s) for s in chosen if s.name != "model"]
         command.__signature__ = signature.replace(parameters=[*own, *made])  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in [*own, *made]}
         return command

@@ -34,7 +34,7 @@ stores the same codes, scales and minimums, bit for bit:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -58,6 +58,10 @@ KEY_GROUP = 32
 """Positions over which a channel of 4-bit keys shares them; block_size is a multiple of it."""
 FACTORED: tuple[KVDtype, ...] = ("int8", "int4")
 """Types whose keys are divided by factors."""
+ROW_UNIT = 32
+"""Slices of a matrix to be packed begin at multiples of so many rows."""
+QUANTIZED_GROUP = 32
+"""Values under one scale in matrices that ``Device.quantize`` rounds."""
 
 # --------------------------------------------------------------------------- weights as files give them
 
@@ -338,6 +342,18 @@ class Device(Protocol):
 
     def pack(self, tensor: HostTensor) -> Weight:
         """Pack a matrix [n, k] for ``linear`` and ``gather``."""
+        ...
+
+    def pack_slices(self, n: int, slices: Iterable[HostTensor]) -> Weight:
+        """Pack a matrix [n, k] that comes in slices of its rows, all of one form and each but the last of a multiple of
+        ``ROW_UNIT`` rows. A slice is done with when the next one is asked for."""
+        ...
+
+    def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
+        """Round a matrix [n, k] to codes in groups of 32 along its rows, scales in float16: the same bits on every
+        device. int8: symmetric, scale = max |x| / 127. int4: scale and minimum found by a search for the least squared
+        error. Raises ``Unsupported`` for rows that are not whole groups and for values that float16 scales cannot
+        hold."""
         ...
 
     def vector(self, tensor: HostTensor) -> Tensor:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from ropeway.devices.base import (
 from ropeway.devices.memory import Memory, host_memory
 from ropeway.devices.programs import PreparedStep, Program, ProgramInput
 from ropeway.devices.reference_kv import Begun, ReferenceKVCache, Row
+from ropeway.devices.reference_quantization import quantize
 from ropeway.devices.reference_sampling import sample
 from ropeway.devices.stored import block_bytes, check_kv_dtype
 from ropeway.devices.stream import ThreadStream
@@ -265,6 +266,12 @@ class ReferenceDevice:
     def pack(self, tensor: HostTensor) -> Weight:
         return ReferenceWeight(tensor, ACTIVATION_DIGITS[self._activations])
 
+    def pack_slices(self, n: int, slices: Iterable[HostTensor]) -> Weight:
+        return self.pack(_joined([_owned(tensor) for tensor in slices]))
+
+    def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
+        return quantize(tensor, layout)
+
     def vector(self, tensor: HostTensor) -> Tensor:
         return _copy(tensor.dequantize())
 
@@ -319,6 +326,27 @@ class ReferenceDevice:
 
     def close(self) -> None:
         self.stream.close()
+
+
+def _joined(slices: list[HostTensor]) -> HostTensor:
+    """Slices of the rows of one matrix, put together."""
+    dense = [tensor.data for tensor in slices if isinstance(tensor, DenseTensor)]
+    if dense:
+        return DenseTensor(torch.cat(dense))
+    grouped = [tensor for tensor in slices if isinstance(tensor, GroupedTensor)]
+    first = grouped[0]
+    return GroupedTensor(
+        torch.cat([tensor.codes for tensor in grouped]),
+        torch.cat([tensor.scales for tensor in grouped]),
+        None if first.minimums is None else torch.cat([t.minimums for t in grouped if t.minimums is not None]),
+        first.group,
+        first.bits,
+    )
+
+
+def _owned(tensor: HostTensor) -> HostTensor:
+    """A slice that outlives the mapped file's next one."""
+    return DenseTensor(_copy(tensor.data)) if isinstance(tensor, DenseTensor) else tensor
 
 
 def _own(weight: Weight) -> ReferenceWeight:

@@ -101,6 +101,7 @@ def assemble(
             device,
             SingleProcess(),
             dtype=config.model.dtype,
+            weights=config.model.weights,
             max_model_len=config.model.max_model_len,
             progress=progress,
         )

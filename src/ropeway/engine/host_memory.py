@@ -120,6 +120,7 @@ def _layout(
             {
                 "model": dict(model_config),
                 "dtype": config.model.dtype,
+                "weights": config.model.weights,
                 "activations": config.engine.activations,
                 "kernels": device.report().get("kernels"),  # instruction sets differ in last bits
                 "version": __version__,

@@ -96,15 +96,26 @@ class Worker:
     def compute(self, batch: Batch) -> Tensor | None:
         """Keys and values of all positions, and the logits of the sampling rows, if there are any: float32
         [s, vocabulary], valid until the next step."""
-        kernels = self.device.kernels
-        plan = kernels.plan_attention(self.cache, batch.shape)
-        ids = kernels.read_tokens(self.rows.tokens, batch.slot_of_token, batch.shape.positions)
-        hidden = self._forward(ids, batch.shape.positions, plan)
+        hidden = self._hidden(batch)
         if not len(batch.slots):
             return None
         if len(batch.slots) != len(hidden):
-            hidden = kernels.take(hidden, batch.sampled)
+            hidden = self.device.kernels.take(hidden, batch.sampled)
         return self._logits(hidden)[:, : self.vocab_size]
+
+    @torch.inference_mode()
+    def hidden_states(self, plan: Plan) -> Tensor:
+        """A forward without sampling -> float32 [tokens, hidden] of all its tokens, as ``Model.logits`` takes them,
+        valid until the next one. For measuring: a step that is sampled keeps those of its sampling rows alone."""
+        self.rows.apply(plan)
+        self.rows.write_prompts(plan.seats)
+        return self._hidden(build_batch(plan, self.rows, self.device, self.cache.block_size))
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        kernels = self.device.kernels
+        plan = kernels.plan_attention(self.cache, batch.shape)
+        ids = kernels.read_tokens(self.rows.tokens, batch.slot_of_token, batch.shape.positions)
+        return self._forward(ids, batch.shape.positions, plan)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:

@@ -23,8 +23,11 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def get(self, name: str) -> HostTensor:
-        """The tensor, mapped or decoded on the spot; nothing is kept. Raises ``LoadError``."""
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
+        """The tensor, or rows [start, stop) of a matrix, mapped or decoded on the spot; nothing is kept. The pages of
+        what was read are given back to the system, those of a mapped tensor at the next ``get``: they come back from
+        the file when touched, but a process that packs slice by slice doesn't grow by the file. Raises ``LoadError``.
+        """
         ...
 
     def close(self) -> None: ...

@@ -58,26 +58,30 @@ class SafetensorsFile:
         self.entries = _read_header(path, self._map)
         self._last: tuple[int, int] | None = None
 
-    def get(self, name: str) -> DenseTensor:
-        """A view of the file. The pages of the view before it are given back to the system: they come back
-        from the file when touched, but a process that packs tensor by tensor doesn't grow by the file."""
+    def get(self, name: str, rows: slice | None = None) -> DenseTensor:
+        """A view of the file, or of rows [start, stop) of a matrix. The pages of the view before it are given back."""
         entry = self.entries[name]
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise Unsupported(
                 f"{self.path}: tensor {name} is {entry.dtype}; weights in {', '.join(_DTYPES)} are supported"
             )
+        shape, start, stop = entry.shape, entry.start, entry.stop
+        if rows is not None:
+            first, last, _ = rows.indices(shape[0])
+            row_bytes = prod(shape[1:]) * dtype.itemsize
+            shape, start, stop = (last - first, *shape[1:]), start + first * row_bytes, start + last * row_bytes
         self._release()
-        self._last = (entry.start, entry.stop)
-        if entry.start == entry.stop:
-            return DenseTensor(torch.empty(entry.shape, dtype=dtype))
-        if entry.start % dtype.itemsize:
-            flat = torch.frombuffer(bytearray(self._map[entry.start : entry.stop]), dtype=dtype)
+        self._last = (start, stop)
+        if start == stop:
+            return DenseTensor(torch.empty(shape, dtype=dtype))
+        if start % dtype.itemsize:
+            flat = torch.frombuffer(bytearray(self._map[start:stop]), dtype=dtype)
         else:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                flat = torch.frombuffer(self._map, dtype=dtype, count=prod(entry.shape), offset=entry.start)
-        return DenseTensor(flat.view(entry.shape))
+                flat = torch.frombuffer(self._map, dtype=dtype, count=prod(shape), offset=start)
+        return DenseTensor(flat.view(shape))
 
     def close(self) -> None:
         """Give the pages back. The mapping itself ends with the last view of it."""
@@ -150,8 +154,8 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._home[name].entries[name].shape
 
-    def get(self, name: str) -> HostTensor:
-        return self._home[name].get(name)
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
+        return self._home[name].get(name, rows)
 
     def close(self) -> None:
         for file in set(self._home.values()):

@@ -16,7 +16,7 @@ from ropeway.models.qwen2 import Qwen2
 from ropeway.models.qwen3 import Qwen3
 from ropeway.models.rope import rope_table
 from ropeway.models.spec import DecoderSpec
-from ropeway.models.weights import Dtype, Progress, Weights
+from ropeway.models.weights import Dtype, OnLoad, Progress, Weights
 from ropeway.parallel.communicator import Communicator
 
 
@@ -57,14 +57,16 @@ def load_model(
     communicator: Communicator,
     *,
     dtype: Dtype = "auto",
+    weights: OnLoad = "auto",
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """This rank's part of a checkpoint's model, packed for ``device``.
 
-    ``dtype`` converts unquantised matrices; ``max_model_len`` (default: the model's context) is how many
-    positions can be computed; ``progress`` is called with parameters done and in all. Raises ``LoadError``,
-    ``Unsupported`` for a setting or architecture by name, ``ConfigError`` for an impossible split or length.
+    ``dtype`` converts unquantised matrices, ``weights`` quantises them (and goes before ``dtype``); ``max_model_len``
+    (default: the model's context) is how many positions can be computed; ``progress`` is called with parameters done
+    and in all. Raises ``LoadError``, ``Unsupported`` for a setting or architecture by name, ``ConfigError`` for an
+    impossible split or length, or weights that cannot be had.
     """
     spec = read_spec(checkpoint)
     positions = spec.context_length if max_model_len is None else max_model_len
@@ -74,7 +76,7 @@ def load_model(
             param="max_model_len",
         )
     table = device.upload(rope_table(spec.rope, spec.head_dim, positions).numpy())
-    weights = Weights(checkpoint, device, communicator, dtype=dtype, progress=progress)
-    model = ARCHITECTURES[spec.architecture](spec, weights, table)
-    weights.finish()
+    source = Weights(checkpoint, device, communicator, dtype=dtype, on_load=weights, progress=progress)
+    model = ARCHITECTURES[spec.architecture](spec, source, table)
+    source.finish()
     return model

@@ -236,3 +236,18 @@ class Step:
     @property
     def nanoseconds(self) -> list[int]: ...
     def run(self) -> None: ...
+
+# -- quantize (bindings/quantize.cpp)
+
+def quantize(
+    context: Context,
+    values: int,
+    values_layout: str,
+    n: int,
+    k: int,
+    row_stride: int,
+    codes: int,
+    scales: int,
+    minimums: int,
+    /,
+) -> bool: ...

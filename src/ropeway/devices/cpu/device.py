@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from ropeway.devices import pages
 from ropeway.devices.base import (
     ACTIVATION_DIGITS,
     Activations,
+    DenseTensor,
+    GroupedTensor,
     HostTensor,
     Kernels,
     KVCache,
@@ -23,7 +25,7 @@ from ropeway.devices.base import (
     Stream,
     Weight,
 )
-from ropeway.devices.cpu import _native, kv, program, weights
+from ropeway.devices.cpu import _native, kv, program, quantization, weights
 from ropeway.devices.cpu.kernels import CpuKernels
 from ropeway.devices.cpu.step import CpuStep, unsegmented
 from ropeway.devices.memory import Memory, host_memory
@@ -81,6 +83,13 @@ class CpuDevice:
 
     def pack(self, tensor: HostTensor) -> Weight:
         return weights.pack(self._context, tensor, ACTIVATION_DIGITS[self._activations], self._arena)
+
+    def pack_slices(self, n: int, slices: Iterable[HostTensor]) -> Weight:
+        digits = ACTIVATION_DIGITS[self._activations]
+        return weights.pack_slices(self._context, n, slices, digits, self._arena)
+
+    def quantize(self, tensor: DenseTensor, layout: Literal["int8", "int4"]) -> GroupedTensor:
+        return quantization.quantize(self._context, tensor, layout)
 
     def vector(self, tensor: HostTensor) -> Tensor:
         return tensor.dequantize().clone(memory_format=torch.contiguous_format)

@@ -39,6 +39,8 @@ class GGUFCheckpoint:
         self._files = [GGUFFile(part) for part in part_paths(self.path)]
         self.metadata = self._files[0].metadata
         """Of the first part, for the tokenizer."""
+        self._touched: tuple[GGUFFile, int, int] | None = None
+        """File and bytes of the pages to be given back."""
         self._arch = architecture(self.metadata)
         self._tensors: dict[str, tuple[GGUFFile, TensorEntry]] = {}
         self._collect()
@@ -54,24 +56,40 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name)[1].shape
 
-    def get(self, name: str) -> HostTensor:
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
         """float32 for vectors; matrices in their own type (mapped where rows need not move), or grouped."""
+        self._release()
         file, entry = self._find(name)
         heads = self._permuted_heads(entry)
         order = None if heads is None else rotary_order(entry.shape[0], heads)
         if len(entry.shape) == 1:
             values = read(file.raw(entry).reshape(1, -1), entry).dequantize().reshape(-1)
             return DenseTensor(values if order is None else values[order])
-        rows = file.raw(entry).reshape(*entry.shape[:-1], -1)
-        tensor = read(rows if order is None else rows[order], entry)
+        raw = file.raw(entry).reshape(*entry.shape[:-1], -1)
+        start, stop, _ = slice(None).indices(len(raw)) if rows is None else rows.indices(len(raw))
+        if order is not None:
+            tensor = read(raw[order[start:stop]], entry)
+            start, stop = 0, len(raw)  # rows came from anywhere
+        else:
+            tensor = read(raw[start:stop], entry)
+        row_bytes = entry.nbytes // len(raw)
+        self._touched = (file, entry.offset + start * row_bytes, entry.offset + stop * row_bytes)
         if isinstance(tensor, GroupedTensor) or order is not None:
-            file.release(entry)
+            self._release()
         return tensor
 
     def close(self) -> None:
         """Forget the files; their mappings end with the last tensor over them."""
+        self._release()
         self._files = []
         self._tensors = {}
+
+    def _release(self) -> None:
+        """Give back the pages of what was read last."""
+        if self._touched is not None:
+            file, start, stop = self._touched
+            file.release(start, stop)
+            self._touched = None
 
     def _collect(self) -> None:
         count = self.metadata.scalar("split.count", int, 1)

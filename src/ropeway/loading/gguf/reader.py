@@ -94,13 +94,12 @@ class GGUFFile:
         """The bytes of a tensor, uint8 [nbytes], mapped."""
         return np.frombuffer(self._map, np.uint8, entry.nbytes, entry.offset)
 
-    def release(self, entry: TensorEntry) -> None:
-        """Let the system take back the memory of a tensor's pages (they can be read from the file again)."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if end > start:
-                self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+    def release(self, start: int, stop: int) -> None:
+        """Let the system take back the memory of the pages with bytes [start, stop) of the file; they can be read from
+        it again."""
+        if hasattr(mmap, "MADV_DONTNEED") and stop > start:
+            start -= start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _read_directory(self, cursor: Cursor, count: int, alignment: int) -> None:
         entries = list(read_tensors(cursor, count))
