@@ -143,7 +143,7 @@ inline constexpr int kMaxGroupedRows = kVectorRegisters == 32 ? 12 : kVectorRegi
 template <int kBits, int kGroup, class Scale, bool kMinimums, int kDigits>
 struct GroupedFormat {
   static constexpr int kMaxRows = kMaxGroupedRows;
-  static constexpr int kOffset = kBits == 8 ? 128 : kMinimums ? 0 : 8;
+  static constexpr int kOffset = kBits == 8 ? kByteOffset : kMinimums ? 0 : 8;
   static constexpr int kGroupBytes = kGroup * kGroupedPanel * kBits / 8;
 
   using Record = CodeRecord<kGroup, kDigits>;
@@ -203,7 +203,8 @@ struct GroupedFormat {
       const Codes stored = load_codes(w + block * 64);
       if (kPass == 0) prefetch(w + block * 64);
       if constexpr (kBits == 8) {
-        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], stored, quad<kPass>(in, R, block, r));
+        const Codes bytes = whole_bytes(stored);
+        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], bytes, quad<kPass>(in, R, block, r));
       } else {
         const Codes low = low_halves(stored), high = high_halves(stored);
         for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], low, quad<kPass>(in, R, block, r));
