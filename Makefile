@@ -9,16 +9,16 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := CMakeLists.txt $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \))
+NATIVE := CMakeLists.txt $(shell find native -path native/tests -prune -o -type f \( -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) -print)
 # The versions that pyproject.toml names are the only ones.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 BUILD_TOOLS := $(shell sed -n 's/^ *"\(\(scikit-build-core\|nanobind\|cmake\|ninja\)>=[^"]*\)",$$/"\1"/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint format bench reports clean
+.PHONY: help setup demo serve test native-test sanitize valgrind neon-test lint format bench reports clean
 
 help:  ## List the targets
-	@awk -F ':.*## +' '/^[a-z]+:.*##/ { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## +' '/^[a-z-]+:.*##/ { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed  ## Make .venv with everything in it; quick when nothing has changed
 
@@ -54,6 +54,20 @@ bench: setup  ## Measure MODEL and the host's own cost; figures go to RESULTS as
 
 test: lint  ## Set up, lint, check types, run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+# Of the kernels alone, from C++: no Python, no .venv. Debian packages that are missing are named, and the target skipped.
+native-test:  ## Test the kernels on every instruction set that this machine has
+	native/tests/run.sh plain $(ARGS)
+
+sanitize:  ## The same under the address, undefined-behaviour and thread sanitizers
+	native/tests/run.sh address $(ARGS)
+	native/tests/run.sh thread $(ARGS)
+
+valgrind:  ## The same under valgrind, the portable kernels
+	native/tests/run.sh valgrind $(ARGS)
+
+neon-test:  ## The same, cross-compiled for 64-bit Arm, in an emulator
+	native/tests/run.sh neon $(ARGS)
 
 lint: setup  ## Lint, check the format and the types
 	$(BIN)/ruff check .

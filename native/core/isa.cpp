@@ -1,11 +1,30 @@
 #include "core/isa.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace ropeway {
+namespace {
+
+// What an Arm processor says of itself; every 64-bit one has NEON.
+[[maybe_unused]] bool has_dotprod() {
+#if defined(__aarch64__) && defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
 
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::avx512: return "avx512";
     case Isa::avx2: return "avx2";
+    case Isa::neon: return "neon";
+    case Isa::neon_dotprod: return "neon_dotprod";
     case Isa::portable: break;
   }
   return "portable";
@@ -28,14 +47,29 @@ bool isa_available(Isa isa) {
 #else
       return false;
 #endif
+    case Isa::neon:
+#if ROPEWAY_HAVE_NEON
+      return true;
+#else
+      return false;
+#endif
+    case Isa::neon_dotprod:
+#if ROPEWAY_HAVE_NEON_DOTPROD
+      return has_dotprod();
+#else
+      return false;
+#endif
     case Isa::portable: break;
   }
   return true;
 }
 
 Isa best_isa() {
-  if (isa_available(Isa::avx512)) return Isa::avx512;
-  return isa_available(Isa::avx2) ? Isa::avx2 : Isa::portable;
+  Isa best = Isa::portable;
+  for (const Isa isa : all_isas) {
+    if (isa_available(isa)) best = isa;
+  }
+  return best;
 }
 
 }  // namespace ropeway

@@ -38,7 +38,8 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
     if (step.query_start[row] != expected) refuse(row, "query_start has a gap or runs backwards");
     add_row(step, row);
     expected = step.query_start[row + 1];
-    total += cost(step.kv_lengths[row], expected - step.query_start[row]);
+    const std::int64_t count = expected - step.query_start[row];
+    if (count > 0) total += cost(step.kv_lengths[row], count);  // else the length is nobody's, and may be anything
   }
   if (expected != step.tokens) {
     throw std::invalid_argument("attention plan: rows hold " + std::to_string(expected) + " tokens, the step has " +
@@ -112,6 +113,10 @@ void AttentionPlan::add_row(const AttentionStep& step, std::int64_t row) {
   }
   for (std::int64_t token = first; token < last; ++token) {
     const std::int64_t position = length - (last - token);
+    if (step.positions[token] != position) {
+      refuse(row, "token " + std::to_string(token - first) + " is at position " +
+                      std::to_string(step.positions[token]) + ", not " + std::to_string(position));
+    }
     slots[static_cast<std::size_t>(token)] =
         table[position / step.block_size] * step.block_size + position % step.block_size;
   }

@@ -5,6 +5,8 @@
 //   Bf16Pair, dot_bf16        two k of sixteen outputs, times two k of a row
 //   CodeInput, store_codes    quantised activations, as the step wants them
 //   CodeSum, Codes, dot_codes four k of sixteen outputs, times four k of a row; exact
+//   low_halves, high_halves   the codes of 4-bit weights
+//   whole_bytes, kByteOffset  those of 8-bit weights; what has been added to each
 //   kPasses, next_digit       how activation codes of several digits are multiplied, one digit after the other
 //   sum_digits                the same side by side
 //
@@ -21,6 +23,14 @@ namespace ropeway::ROPEWAY_ISA {
 
 // `store_codes` leaves room for so many codes of the first pass before those of the second.
 inline constexpr int kStoredCodes = 32;
+
+}  // namespace ropeway::ROPEWAY_ISA
+
+#if defined(ROPEWAY_ISA_ANY_NEON)
+#include "kernels/dot_neon.h"
+#endif
+
+namespace ropeway::ROPEWAY_ISA {
 
 #if defined(ROPEWAY_ISA_AVX512)
 
@@ -195,6 +205,8 @@ inline Bf16Pair load_pair(const std::uint16_t* w) {
   return pair;
 }
 
+#if !defined(ROPEWAY_ISA_ANY_NEON)
+
 // Integer products in float32: a group's sum over one digit stays below 2^24 (32 * 255 * 128), so every step is exact.
 // So is `high`, a multiple of 128 below 2^29 or of 8 below 2^25 (8-bit and 4-bit weights, their correction included).
 using CodeInput = float;
@@ -262,6 +274,12 @@ inline void store_codes(CodeInput* out, i32x16 codes) {
 }
 
 #endif
+#endif
+#endif
+
+#if !defined(ROPEWAY_ISA_NEON_DOTPROD)
+inline constexpr int kByteOffset = 128;
+inline Codes whole_bytes(Codes w) { return w; }
 #endif
 
 }  // namespace ropeway::ROPEWAY_ISA

@@ -146,7 +146,7 @@ struct GroupedFormat {
   // With so few rows there are registers for the sums of both digits at once, and codes are unpacked once. (Where there
   // is nothing to unpack it is slower than two passes: 25 instead of 33 GB/s for one row.)
   static constexpr int kMostRowsOfBothDigits = kBits == 4 && kVectorRegisters == 32 ? 6 : 0;
-  static constexpr int kOffset = kBits == 8 ? 128 : kMinimums ? 0 : 8;
+  static constexpr int kOffset = kBits == 8 ? kByteOffset : kMinimums ? 0 : 8;
   static constexpr int kGroupBytes = kGroup * kGroupedPanel * kBits / 8;
 
   using Record = CodeRecord<kGroup, kDigits>;
@@ -213,7 +213,8 @@ struct GroupedFormat {
       const Codes stored = load_codes(w + block * 64);
       if (kPass == 0) prefetch(w + block * 64);
       if constexpr (kBits == 8) {
-        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], stored, quad<kPass>(in, R, block, r));
+        const Codes bytes = whole_bytes(stored);
+        for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], bytes, quad<kPass>(in, R, block, r));
       } else {
         const Codes low = low_halves(stored), high = high_halves(stored);
         for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], low, quad<kPass>(in, R, block, r));

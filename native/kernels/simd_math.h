@@ -99,17 +99,6 @@ inline f32x16 divide(f32x16 a, f32x16 b) {
   for (int i = 0; i < 4; ++i) a.v[i] /= b.v[i];
   return a;
 }
-// Bit i is set where a[i] > b[i].
-inline unsigned greater_mask(f32x16 a, f32x16 b) {
-  unsigned mask = 0;
-  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(a.v[i / 4][i % 4] > b.v[i / 4][i % 4]) << i;
-  return mask;
-}
-inline unsigned equal_mask(f32x16 a, f32x16 b) {
-  unsigned mask = 0;
-  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(a.v[i / 4][i % 4] == b.v[i / 4][i % 4]) << i;
-  return mask;
-}
 // a, but 0 where x < limit.
 inline f32x16 zero_where_less(f32x16 a, f32x16 x, f32x16 limit) {
   for (int i = 0; i < 4; ++i) {
@@ -122,16 +111,6 @@ inline float lane_sum(f32x16 a) {
   const f32x4 four = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
-inline float lane_max(f32x16 a) {
-  float most = a.v[0][0];
-  for (int i = 1; i < 16; ++i) most = a.v[i / 4][i % 4] > most ? a.v[i / 4][i % 4] : most;
-  return most;
-}
-// Nearest integer, ties to even; |a| < 2^22.
-inline f32x16 round_even(f32x16 a) {
-  const f32x16 shift = set_f32(0x1.8p23F);
-  return subtract(add(a, shift), shift);
-}
 // a * 2^n for integers n in [-250, 250]; in two steps, because 2^n itself may not be a float.
 inline f32x16 scale_by_power(f32x16 a, f32x16 n) {
   for (int i = 0; i < 4; ++i) {
@@ -142,6 +121,60 @@ inline f32x16 scale_by_power(f32x16 a, f32x16 n) {
   }
   return a;
 }
+
+#if defined(ROPEWAY_ISA_ANY_NEON)
+
+// Bit 4 i + j from lane j of vector i, which is all ones or zeros.
+inline unsigned lane_mask(uint32x4_t v0, uint32x4_t v1, uint32x4_t v2, uint32x4_t v3) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  uint32x4_t all = vandq_u32(v0, bits);
+  all = vorrq_u32(all, vshlq_n_u32(vandq_u32(v1, bits), 4));
+  all = vorrq_u32(all, vshlq_n_u32(vandq_u32(v2, bits), 8));
+  return vaddvq_u32(vorrq_u32(all, vshlq_n_u32(vandq_u32(v3, bits), 12)));
+}
+// Bit i is set where a[i] > b[i].
+inline unsigned greater_mask(f32x16 a, f32x16 b) {
+  return lane_mask(vcgtq_f32(a.v[0], b.v[0]), vcgtq_f32(a.v[1], b.v[1]), vcgtq_f32(a.v[2], b.v[2]),
+                   vcgtq_f32(a.v[3], b.v[3]));
+}
+inline unsigned equal_mask(f32x16 a, f32x16 b) {
+  return lane_mask(vceqq_f32(a.v[0], b.v[0]), vceqq_f32(a.v[1], b.v[1]), vceqq_f32(a.v[2], b.v[2]),
+                   vceqq_f32(a.v[3], b.v[3]));
+}
+// NaN only where every lane is.
+inline float lane_max(f32x16 a) {
+  return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(a.v[0], a.v[1]), vmaxnmq_f32(a.v[2], a.v[3])));
+}
+// Nearest integer, ties to even.
+inline f32x16 round_even(f32x16 a) {
+  for (int i = 0; i < 4; ++i) a.v[i] = vrndnq_f32(a.v[i]);
+  return a;
+}
+
+#else
+
+// Bit i is set where a[i] > b[i].
+inline unsigned greater_mask(f32x16 a, f32x16 b) {
+  unsigned mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(a.v[i / 4][i % 4] > b.v[i / 4][i % 4]) << i;
+  return mask;
+}
+inline unsigned equal_mask(f32x16 a, f32x16 b) {
+  unsigned mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(a.v[i / 4][i % 4] == b.v[i / 4][i % 4]) << i;
+  return mask;
+}
+inline float lane_max(f32x16 a) {
+  float most = a.v[0][0];
+  for (int i = 1; i < 16; ++i) most = a.v[i / 4][i % 4] > most ? a.v[i / 4][i % 4] : most;
+  return most;
+}
+// Nearest integer, ties to even; |a| < 2^22.
+inline f32x16 round_even(f32x16 a) {
+  const f32x16 shift = set_f32(0x1.8p23F);
+  return subtract(add(a, shift), shift);
+}
+#endif
 
 #endif
 

@@ -396,6 +396,23 @@ def test_a_step_that_does_not_fit_the_cache_is_refused(rows: Rows, message: str)
         plan_attention(CONTEXTS["portable"], cache, rows.step())
 
 
+def test_positions_that_do_not_follow_each_other_are_refused() -> None:
+    cache = CpuKVCache(1, 4, 2, 32, 16, "bf16")
+    step = Rows([1, 4], [3, 9], [[0], [1]]).step()
+    step.positions[3] = 8
+    with pytest.raises(ValueError, match="row 1: token 2 is at position 8, not 7"):
+        plan_attention(CONTEXTS["portable"], cache, step)
+
+
+def test_a_row_without_tokens_may_have_any_length() -> None:
+    cache = CpuKVCache(1, 4, 2, 32, 16, "bf16")
+    step = Rows([2, 0], [2, 0], [[0], []]).step()
+    for length in (-(2**31), 0, 2**31 - 1):
+        step.kv_lengths[1] = length
+        plan = plan_attention(CONTEXTS["portable"], cache, step)
+        assert plan.native.tasks > 0
+
+
 def test_arguments_that_do_not_fit_the_plan_are_refused() -> None:
     cache = CpuKVCache(1, 4, 2, 32, 16, "bf16")
     context = CONTEXTS["portable"]
