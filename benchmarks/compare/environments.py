@@ -53,8 +53,7 @@ class Environment:
     def versions(self, root: Path) -> dict[str, str]:
         """Version of every package installed, by its name in lower case; empty when there is no environment."""
         ready = _read(self.folder(root) / _READY)
-        lines = ready["installed"] if ready else []
-        return {name.lower(): version for name, _, version in (line.partition("==") for line in lines)}
+        return {package["name"].lower(): package["version"] for package in ready["installed"]} if ready else {}
 
     def ensure(self, root: Path, say: Say) -> None:
         """Make it unless it is there. What pip prints goes to ``NAME.log`` beside the folder. Raises ``Unavailable``
@@ -66,15 +65,16 @@ class Environment:
         say(f"installing {' '.join(self.requirements)} into {folder}; pip's output is in {log}")
         shutil.rmtree(folder, ignore_errors=True)
         root.mkdir(parents=True, exist_ok=True)
-        pip = [str(self.python(root)), "-m", "pip", "--disable-pip-version-check"]
+        # This interpreter's pip works on the other environment, which so needs none of its own.
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(self.python(root))]
         with log.open("w") as out:
-            self._call([sys.executable, "-m", "venv", str(folder)], out, log)
+            self._call([sys.executable, "-m", "venv", "--without-pip", str(folder)], out, log)
             # No cache: several gigabytes that nobody needs twice.
             self._call([*pip, "install", "--no-cache-dir", *self.requirements], out, log)
             if self.unwanted:
                 self._call([*pip, "uninstall", "--yes", *self.unwanted], out, log)
-        frozen = subprocess.run([*pip, "freeze"], check=True, capture_output=True, text=True).stdout.splitlines()
-        (folder / _READY).write_text(json.dumps({**wanted, "installed": frozen}, indent=2) + "\n")
+        listed = subprocess.run([*pip, "list", "--format", "json"], check=True, capture_output=True, text=True).stdout
+        (folder / _READY).write_text(json.dumps({**wanted, "installed": json.loads(listed)}, indent=2) + "\n")
 
     def _as_data(self) -> dict[str, Any]:
         return {
