@@ -6,6 +6,7 @@ the same precision.
 ``gguf("BF16")``  the values of ``folder`` for llama.cpp
 ``gguf("Q8_0")``  8 bits in groups of 32, a scale each; Ropeway and llama.cpp run this very file
 ``gguf("Q4_0")``  4 bits likewise, in every matrix: the embedding and the head, too
+``exported(...)`` what an engine makes of ``folder`` for itself
 ``shipped``       the GGUF file that the model comes as, if it does
 ================  ===============================================================================================
 """
@@ -16,7 +17,8 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,9 +99,16 @@ class ModelFiles:
             part.rename(path)
         return path
 
-    def exported(self, form: str) -> Path:
-        """Where an engine keeps a format of its own."""
-        return self._own / form
+    def exported(self, form: str, write: Callable[[Path], None]) -> Path:
+        """The folder of an engine's own format: ``write`` makes it, unless it is there."""
+        target = self._own / form
+        if not target.exists():
+            self._own.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f"{form}.{os.getpid()}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            write(part)
+            part.rename(target)
+        return target
 
 
 def write_gguf(folder: Path, path: Path, kind: Kind) -> None:

@@ -118,25 +118,23 @@ class Race:
         load_s, peak_bytes = 0.0, 0
         stolen = StolenTime()
         for group in entry.engine.groups:
-            load = self.course.load(group)
-            running = entry.engine.start(entry.setting, self.files, self.place, load)
+            running = entry.engine.start(entry.setting, self.files, self.place, self.course.load(group))
             try:
                 load_s = max(load_s, running.load_s)
-                measured |= self._scenarios(running, group, load.requests, number)
+                measured |= self._scenarios(running, group, number)
                 running.process.memory.look()
             finally:
                 running.stop()
             peak_bytes = max(peak_bytes, running.process.memory.peak_bytes)
         return Round(measured, load_s, peak_bytes, stolen.fraction)
 
-    def _scenarios(
-        self, running: Running, group: Sequence[ScenarioName], at_once: int, seed: int
-    ) -> dict[str, Measured]:
+    def _scenarios(self, running: Running, group: Sequence[ScenarioName], seed: int) -> dict[str, Measured]:
         def ask(prompts: Sequence[Prompt]) -> Ran:
             return checked(running.run(prompts, SCENARIO_TIMEOUT_S), prompts)
 
         vocab_size = self.files.vocab_size
-        ask(self.course.warm_up(vocab_size)[:at_once])
+        for prompts in self.course.warm_up(group, vocab_size):
+            ask(prompts)
         return {name: self.course.measure(name, ask, vocab_size, seed) for name in group}
 
 

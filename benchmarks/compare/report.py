@@ -79,7 +79,7 @@ def markdown(report: dict[str, Any]) -> str:
             lines += [f"## {title}", "", *_table(head, [_cells(row, rows) for row in ran]), ""]
     lines += _fastest_lines(rows)
     if out := [row for row in rows if row["out"]]:
-        lines += ["## Not in the race", ""]
+        lines += ["## Left out, or failed on the way", ""]
         lines += [f"- {row['engine']} {row['setting']}: {row['out'].splitlines()[0]}" for row in out]
         lines.append("")
     return "\n".join(lines)

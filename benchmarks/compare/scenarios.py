@@ -60,8 +60,13 @@ class Course:
         lengths = [request.prompt_tokens + request.output_tokens for request in wanted]
         return Load(len(self.workload) if "batch" in names else 1, max(lengths))
 
-    def warm_up(self, vocab_size: int) -> list[Prompt]:
-        return _prompts(_WARM_UP, vocab_size, _OTHER)
+    def warm_up(self, names: Iterable[ScenarioName], vocab_size: int) -> list[list[Prompt]]:
+        """Calls to make before these scenarios are measured. Some engines compile for a length when they first meet it,
+        so the prompt of the prefill is among them."""
+        names = tuple(names)
+        short = _WARM_UP[: self.load(names).requests]
+        long = [self._requests("prefill")] if "prefill" in names else []
+        return [_prompts(requests, vocab_size, _OTHER + n) for n, requests in enumerate([short, *long])]
 
     def measure(self, name: ScenarioName, ask: Ask, vocab_size: int, seed: int) -> Measured:
         """Run a scenario. ``seed`` chooses the token ids: the same ones for every engine in a round."""

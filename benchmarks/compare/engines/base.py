@@ -14,7 +14,7 @@ from benchmarks.compare.environments import Environment, Say
 from benchmarks.compare.process import EngineFailed, EngineProcess, Worker
 
 WORKERS = Path(__file__).parents[1] / "workers"
-LOAD_TIMEOUT_S = 900.0
+LOAD_TIMEOUT_S = 1800.0
 """vLLM compiles for two minutes on two cores with nothing else on them."""
 
 Weights = Literal["bf16", "int8", "int4", "shipped"]

@@ -41,7 +41,10 @@ class LlamaCpp:
     def settings(self, files: ModelFiles) -> list[Setting]:
         found = [
             Setting("bf16", "bf16", "f16", {"file": "BF16"}),
+            # Which kind of attention is the faster one depends on the batch and the processor.
+            Setting("bf16, no flash attention", "bf16", "f16", {"file": "BF16", "flash_attention": "off"}),
             Setting("Q8_0", "int8", "f16", {"file": "Q8_0"}),
+            Setting("Q8_0, no flash attention", "int8", "f16", {"file": "Q8_0", "flash_attention": "off"}),
             Setting("Q4_0", "int4", "f16", {"file": "Q4_0"}),
         ]
         if files.shipped:
@@ -64,7 +67,7 @@ class LlamaCpp:
             "--ctx-size": slots * cells,
             "--batch-size": 2048,
             "--ubatch-size": 512,
-            "--flash-attn": "on",
+            "--flash-attn": setting.options.get("flash_attention", "on"),
             # It would keep the states of finished prompts: no prefix cache in this race.
             "--cache-ram": 0,
         }

