@@ -105,9 +105,11 @@ class ModelFiles:
         if not target.exists():
             self._own.mkdir(parents=True, exist_ok=True)
             part = target.with_name(f"{form}.{os.getpid()}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            write(part)
-            part.rename(target)
+            try:
+                write(part)
+                part.rename(target)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
         return target
 
 

@@ -105,7 +105,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
                 [row["medians"][scenario] for row in ran],
                 color=[colours[row["engine"]] for row in ran],
             )
-            panel.bar_label(bars, fmt="%.0f", padding=2)
+            panel.bar_label(bars, fmt="%.3g", padding=2)
             panel.margins(x=0.15)
             panel.set_title(f"{scenario}: {_UNITS[scenario]}", fontsize=9)
             panel.spines[["top", "right"]].set_visible(False)

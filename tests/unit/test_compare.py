@@ -184,6 +184,7 @@ def test_what_fails_halfway_is_converted_again(tiny, tmp_path):
 
     with pytest.raises(Unavailable):
         files.exported("own", broken)
+    assert not any((tmp_path / "models").rglob("own*"))
     assert list(files.exported("own", lambda target: target.mkdir()).iterdir()) == []
 
 
