@@ -59,22 +59,27 @@ class Options:
     @property
     def name(self) -> str:
         """Of the model, short."""
-        return self.shape or Path(self.model or "").name.removesuffix(".gguf")
+        return f"{self.shape}-random" if self.shape else Path(self.model or "").name.removesuffix(".gguf")
 
 
 def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ropeway-compare"
 
 
-def compare(options: Options, say: Say) -> dict[str, Any]:
-    """Race, and return ``report_of`` it. Raises ``ConfigError`` for a workload or a shape that cannot be raced, and
-    what finding and opening the model raises."""
+def files_of(options: Options) -> ModelFiles:
+    """The model of a race. Raises ``ConfigError`` for a shape that is not known, and what finding a model raises."""
     if options.shape is not None and options.shape not in SHAPES:
         raise ConfigError(f"there is no shape {options.shape!r}; known are {', '.join(SHAPES)}", param="shape")
+    source = random_model(options.shape) if options.shape else resolve(options.model or "")
+    return ModelFiles(source, options.cache / "models", name=options.name)
+
+
+def compare(options: Options, say: Say) -> dict[str, Any]:
+    """Race, and return ``report_of`` it. Raises ``ConfigError`` for a workload that cannot be raced, and what
+    ``files_of`` raises."""
     workload = tuple(read_workload(options.workload)[: options.requests])
     course = Course(workload, prefill_tokens=options.prefill_tokens, decode_tokens=options.decode_tokens)
-    source = random_model(options.shape) if options.shape else resolve(options.model or "")
-    files = ModelFiles(source, options.cache / "models", name=options.name)
+    files = files_of(options)
     # With another Ropeway it is another race: rounds that did not run in turns are not compared.
     identity = (files.digest, course.digest, ropeway_digest(), str(options.kv_bytes))
     store = Store(options.cache / "races", files.name, *identity)

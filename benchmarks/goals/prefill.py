@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
-from benchmarks.compare.checkpoints import ModelFiles
-from benchmarks.compare.competition import default_cache
+from benchmarks.compare.competition import Options, default_cache, files_of
 from benchmarks.goals.raced import LARGE, against, outcome_of, race
 from benchmarks.goals.verdict import Check, Outcome
-from benchmarks.random_model import random_model
 from ropeway.bench.latency import Latency, measure_latency
 from ropeway.settings import resolve
 
@@ -16,9 +15,8 @@ _PROMPT_TOKENS = 2048
 
 
 def measure() -> Outcome:
-    folder = random_model(LARGE)
-    int8_file = ModelFiles(folder, default_cache() / "models", name=LARGE).gguf("Q8_0")
-    bf16, int8 = _latency(str(folder)), _latency(str(int8_file), activations="int8")
+    files = files_of(Options(shape=LARGE, cache=default_cache()))
+    bf16, int8 = _latency(files.folder), _latency(files.gguf("Q8_0"), activations="int8")
     report = race(LARGE, ("bf16", "int8", "int4"))
     checks = [
         Check(f"{LARGE}, arithmetic / best product, bf16", bf16.matmul_fraction, 0.90, unit="%"),
@@ -30,6 +28,6 @@ def measure() -> Outcome:
     return outcome_of(checks, (report,), latency={"bf16": asdict(bf16), "int8": asdict(int8)})
 
 
-def _latency(model: str, **settings: str) -> Latency:
-    config = resolve({"model": model, "prefix_cache": False, **settings}).config
+def _latency(model: Path, **settings: str) -> Latency:
+    config = resolve({"model": str(model), "prefix_cache": False, **settings}).config
     return measure_latency(config, prompt_tokens=_PROMPT_TOKENS, output_tokens=2)
