@@ -1,6 +1,6 @@
 """Measure the project's goals, by their numbers.
 
-python -m benchmarks.goals 1 7 10               # figures, targets and verdicts; JSON under benchmarks/results
+python -m benchmarks.goals 1 2b 10              # figures, targets and verdicts; JSON under benchmarks/results
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ class Goal(NamedTuple):
     """Its function ``measure`` needs no argument and returns an ``Outcome``."""
 
 
-GOALS = {
+GOALS: dict[int | str, Goal] = {
     1: Goal("continuous batching", "benchmarks.goals.batching"),
+    2: Goal("throughput", "benchmarks.goals.throughput"),
+    "2b": Goal("throughput, fastest settings", "benchmarks.goals.throughput_fastest"),
+    3: Goal("decode", "benchmarks.goals.decode"),
+    4: Goal("prefill", "benchmarks.goals.prefill"),
     5: Goal("KV memory", "benchmarks.goals.kv_memory"),
     6: Goal("chunked prefill", "benchmarks.goals.chunked"),
     7: Goal("preemption", "benchmarks.goals.preemption"),
@@ -43,12 +47,13 @@ GOALS = {
 
 @told_plainly
 def _main(
-    numbers: Annotated[list[int], typer.Argument(metavar="N [N ...]", help="Which goals.", show_default=False)],
+    names: Annotated[list[str], typer.Argument(metavar="N [N ...]", help="Which goals.", show_default=False)],
     json_dir: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where goal_N.json goes.", show_default=False)
     ] = RESULTS,
 ) -> None:
     """Measure goals; the exit code is 1 if one of them is missed."""
+    numbers = [int(name) if name.isdecimal() else name for name in names]
     strangers = [number for number in numbers if number not in GOALS]
     if strangers:
         raise typer.BadParameter(f"goal {strangers[0]} is none of {', '.join(map(str, GOALS))}")
@@ -60,7 +65,7 @@ def _main(
         raise typer.Exit(1)
 
 
-def measure(number: int, folder: Path) -> Outcome:
+def measure(number: int | str, folder: Path) -> Outcome:
     """Run a goal's measurement, print what it shows and write it down."""
     goal = GOALS[number]
     console = Console()

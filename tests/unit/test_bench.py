@@ -14,7 +14,6 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.random_model import SHAPES, random_model
-from benchmarks.transformers_static import generate
 from ropeway.bench.driver import Driver, Run
 from ropeway.bench.latency import Latency, measure_latency, prefill_flops, step_weight_bytes
 from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
@@ -516,13 +515,3 @@ def test_a_random_checkpoint_is_written_once(tmp_path, monkeypatch):
     written = weights.stat().st_mtime_ns
     assert random_model("tiny", tmp_path) == weights.parent
     assert weights.stat().st_mtime_ns == written
-
-
-def test_a_padded_batch_gives_the_tokens_of_each_request_alone(monkeypatch):
-    model = tiny_oracle("llama")
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    monkeypatch.setattr(model.generation_config, "pad_token_id", 0)
-    requests = [(0, WorkloadRequest(3, 5)), (1, WorkloadRequest(12, 2)), (2, WorkloadRequest(7, 9))]
-    together = generate(model, requests, seed=0)
-    assert [len(tokens) for tokens in together] == [5, 2, 9]
-    assert together == [generate(model, [request], seed=0)[0] for request in requests]
