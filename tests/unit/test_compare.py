@@ -52,7 +52,7 @@ TINY = {
     "head_dim": 32,
 }
 COURSE = Course(
-    (WorkloadRequest(9, 4), WorkloadRequest(5, 7)), prefill_tokens=20, decode_prompt_tokens=6, decode_tokens=5
+    (WorkloadRequest(9, 4), WorkloadRequest(5, 7)), prefill_tokens=20, decode_prompt_tokens=6, decode_tokens=40
 )
 PLACE_BYTES = 1 << 28
 
@@ -103,8 +103,12 @@ class Scripted:
 
 
 OBEDIENT = """
+import time
+def complete(request):
+    time.sleep(0.002 * request["output_tokens"])
+    return [7] * request["output_tokens"]
 def start(settings):
-    return lambda requests: [[7] * request["output_tokens"] for request in requests]
+    return lambda requests: [complete(request) for request in requests]
 serve(start)
 """
 
@@ -327,6 +331,12 @@ def test_decode_is_what_the_tokens_after_the_first_take():
     assert measured.tokens_per_s == pytest.approx([10.0, 10.0])
 
 
+def test_a_machine_too_busy_to_tell_tokens_from_noise_gives_no_figure():
+    walls = iter([2.0, 1.0])
+    with pytest.raises(EngineFailed, match="too busy to measure"):
+        COURSE.measure("decode", lambda prompts: answered(next(walls), prompts), 100, seed=0)
+
+
 def test_prefill_is_the_time_to_the_first_token_of_one_prompt():
     def ask(prompts):
         (prompt,) = prompts
@@ -342,7 +352,7 @@ def test_no_two_prompts_are_the_same_and_every_engine_gets_the_same_ones():
 
         def ask(wanted):
             prompts.extend(prompt.token_ids for prompt in wanted)
-            return answered(1.0, wanted)
+            return answered(0.1 * sum(prompt.output_tokens for prompt in wanted), wanted)
 
         for name in SCENARIOS:
             COURSE.measure(name, ask, 1000, seed)
