@@ -23,7 +23,7 @@ from benchmarks.compare import competition
 from benchmarks.compare.checkpoints import ModelFiles, write_gguf
 from benchmarks.compare.competition import Options
 from benchmarks.compare.engines.base import SCENARIOS, WORKERS, Place, Prompt, Ran, RunningWorker, Setting, checked
-from benchmarks.compare.engines.llama_cpp import LlamaCpp
+from benchmarks.compare.engines.llama_cpp import LlamaCpp, link_libraries
 from benchmarks.compare.engines.openvino import OpenVINO
 from benchmarks.compare.engines.ropeway import Ropeway
 from benchmarks.compare.engines.vllm import VLLM
@@ -498,6 +498,14 @@ def tiny_wheel(folder):
         )
         archive.writestr(f"{info}/RECORD", "")
     return wheel
+
+
+def test_the_libraries_of_llama_cpp_are_linked_as_its_package_lists_them(tmp_path):
+    (tmp_path / "libllama.so.0.6.0").write_text("code")
+    (tmp_path / "_symlinks.json").write_text('{"libllama.so": "libllama.so.0", "libllama.so.0": "libllama.so.0.6.0"}')
+    for _ in range(2):
+        link_libraries(tmp_path)
+    assert (tmp_path / "libllama.so").read_text() == "code"
 
 
 def test_a_round_that_is_damaged_on_disk_counts_as_missing(tmp_path):
