@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.compare.engines.base import Load, Prompt, Ran, ScenarioName
+from benchmarks.compare.process import EngineFailed
 from ropeway.bench.workload import WorkloadRequest
 from ropeway.errors import ConfigError
 
@@ -69,7 +70,8 @@ class Course:
         return [_prompts(requests, vocab_size, _OTHER + n) for n, requests in enumerate([short, *long])]
 
     def measure(self, name: ScenarioName, ask: Ask, vocab_size: int, seed: int) -> Measured:
-        """Run a scenario. ``seed`` chooses the token ids: the same ones for every engine in a round."""
+        """Run a scenario. ``seed`` chooses the token ids: the same ones for every engine in a round. Raises
+        ``EngineFailed``, also when the machine is too busy for a figure."""
         match name:
             case "batch":
                 ran = ask(_prompts(self.workload, vocab_size, seed))
@@ -85,8 +87,13 @@ class Course:
                 for n in range(_PER_ROUND):
                     short, long = _prompts(self._requests(name), vocab_size, _OTHER * (4 + n) + seed)
                     first, whole = ask([short]).wall_s, ask([long]).wall_s
+                    if whole <= first:
+                        raise EngineFailed(
+                            f"{self.decode_tokens} tokens took {whole:.2f} s and a single one {first:.2f} s: the "
+                            "machine is too busy to measure on; end what else runs and go on with --resume"
+                        )
                     walls += [first, whole]
-                    rates.append((self.decode_tokens - 1) / max(whole - first, 1e-9))
+                    rates.append((self.decode_tokens - 1) / (whole - first))
                 return Measured(rates, walls, [])
 
     def _requests(self, name: ScenarioName) -> list[WorkloadRequest]:

@@ -23,7 +23,7 @@ from benchmarks.compare import competition
 from benchmarks.compare.checkpoints import ModelFiles, write_gguf
 from benchmarks.compare.competition import Options
 from benchmarks.compare.engines.base import SCENARIOS, WORKERS, Place, Prompt, Ran, RunningWorker, Setting, checked
-from benchmarks.compare.engines.llama_cpp import LlamaCpp
+from benchmarks.compare.engines.llama_cpp import LlamaCpp, link_libraries
 from benchmarks.compare.engines.openvino import OpenVINO
 from benchmarks.compare.engines.ropeway import Ropeway
 from benchmarks.compare.engines.vllm import VLLM
@@ -52,7 +52,7 @@ TINY = {
     "head_dim": 32,
 }
 COURSE = Course(
-    (WorkloadRequest(9, 4), WorkloadRequest(5, 7)), prefill_tokens=20, decode_prompt_tokens=6, decode_tokens=5
+    (WorkloadRequest(9, 4), WorkloadRequest(5, 7)), prefill_tokens=20, decode_prompt_tokens=6, decode_tokens=40
 )
 PLACE_BYTES = 1 << 28
 
@@ -103,8 +103,12 @@ class Scripted:
 
 
 OBEDIENT = """
+import time
+def complete(request):
+    time.sleep(0.002 * request["output_tokens"])
+    return [7] * request["output_tokens"]
 def start(settings):
-    return lambda requests: [[7] * request["output_tokens"] for request in requests]
+    return lambda requests: [complete(request) for request in requests]
 serve(start)
 """
 
@@ -327,6 +331,12 @@ def test_decode_is_what_the_tokens_after_the_first_take():
     assert measured.tokens_per_s == pytest.approx([10.0, 10.0])
 
 
+def test_a_machine_too_busy_to_tell_tokens_from_noise_gives_no_figure():
+    walls = iter([2.0, 1.0])
+    with pytest.raises(EngineFailed, match="too busy to measure"):
+        COURSE.measure("decode", lambda prompts: answered(next(walls), prompts), 100, seed=0)
+
+
 def test_prefill_is_the_time_to_the_first_token_of_one_prompt():
     def ask(prompts):
         (prompt,) = prompts
@@ -342,7 +352,7 @@ def test_no_two_prompts_are_the_same_and_every_engine_gets_the_same_ones():
 
         def ask(wanted):
             prompts.extend(prompt.token_ids for prompt in wanted)
-            return answered(1.0, wanted)
+            return answered(0.1 * sum(prompt.output_tokens for prompt in wanted), wanted)
 
         for name in SCENARIOS:
             COURSE.measure(name, ask, 1000, seed)
@@ -488,6 +498,14 @@ def tiny_wheel(folder):
         )
         archive.writestr(f"{info}/RECORD", "")
     return wheel
+
+
+def test_the_libraries_of_llama_cpp_are_linked_as_its_package_lists_them(tmp_path):
+    (tmp_path / "libllama.so.0.6.0").write_text("code")
+    (tmp_path / "_symlinks.json").write_text('{"libllama.so": "libllama.so.0", "libllama.so.0": "libllama.so.0.6.0"}')
+    for _ in range(2):
+        link_libraries(tmp_path)
+    assert (tmp_path / "libllama.so").read_text() == "code"
 
 
 def test_a_round_that_is_damaged_on_disk_counts_as_missing(tmp_path):

