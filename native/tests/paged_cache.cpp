@@ -71,7 +71,7 @@ std::vector<double> exact_attention(const CacheShape& shape, const Sequence& seq
   double peak = -INFINITY, total = 0.0;
   for (std::int64_t key = first; key <= position; ++key) {
     double score = 0.0;
-    for (std::int64_t d = 0; d < size; ++d) score += static_cast<double>(q[d]) * stored(at(sequence.k, key)[d]);
+    for (std::int64_t d = 0; d < size; ++d) score += stored(q[d]) * stored(at(sequence.k, key)[d]);
     weights.push_back(score * static_cast<double>(scale));
     peak = std::max(peak, weights.back());
   }

@@ -118,7 +118,9 @@ TEST_CASE("reading memory gives the same digest on any number of threads") {
   std::uint64_t want = 0;
   for (std::size_t i = 0; i < 200000; ++i) want ^= words[i] = random.bits();
   for (int threads = 1; threads <= 4; ++threads) {
-    CHECK(read_memory(context(Isa::portable, threads), words.get(), 1600000) == want);
+    for (const ReadLoop loop : {ReadLoop{1, 0}, ReadLoop{4, 8}}) {
+      CHECK(read_memory(context(Isa::portable, threads), words.get(), 1600000, loop) == want);
+    }
   }
 }
 

@@ -47,8 +47,8 @@ class Quantised:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._base.shape(name)
 
-    def get(self, name: str) -> HostTensor:
-        tensor = self._base.get(name)
+    def get(self, name: str, rows: slice | None = None) -> HostTensor:
+        tensor = self._base.get(name, rows)
         if len(tensor.shape) != 2:
             return tensor
         groups = tensor.dequantize().view(tensor.shape[0], -1, 32)
@@ -345,13 +345,14 @@ def test_shapes_that_do_not_fit_are_refused_while_recording() -> None:
 def test_ranks_replay_their_parts_up_to_each_collective(variant: str) -> None:
     shape = Rows([7, 1], [7, 1], scattered_blocks([7, 1], BLOCK_SIZE)).step()
     ids = torch.arange(3, 11, dtype=torch.int32)
+    path = tiny_checkpoint(variant)
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor, int]:
         from ropeway.devices.cpu.device import CpuDevice
         from ropeway.devices.stream import InlineStream
 
         dev = CpuDevice(1, stream=InlineStream())
-        model = load_model(open_checkpoint(tiny_checkpoint(variant)), dev, communicator)
+        model = load_model(open_checkpoint(path), dev, communicator)
         caches = [new_cache(model, dev), new_cache(model, dev)]
         program = capture(model, dev, caches[0])
         logits = dev.capture(lambda hidden, _: model.logits(hidden), (ProgramInput(model.spec.hidden_size),), MAX_ROWS)

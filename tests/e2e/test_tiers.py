@@ -105,8 +105,10 @@ def test_the_parts_of_a_real_request_sum_to_what_its_client_measured_within_one_
         )
         return sum(told["parts"].values()), wall_s
 
-    with httpx.Client(timeout=30) as client:
-        tries = [ask(client) for _ in range(8)]  # the client may lose the processor before it looks at the clock
+    # Four at once are too many for the blocks, so that a request takes long beside the way to the engine and back; and
+    # the client may lose the processor before it looks at the clock.
+    with httpx.Client(timeout=30) as client, ThreadPoolExecutor(4) as pool:
+        tries = list(pool.map(ask, [client] * 12))
     assert any(told == pytest.approx(wall, rel=0.01) for told, wall in tries), tries
 
 
