@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ropeway.cache.host import HostTier
 from ropeway.cache.keys import block_key, chain
 from ropeway.cache.pool import BlockPool
@@ -80,36 +77,19 @@ class PrefixCache:
 
     def publish(self, request: Request, seats: Seats, end: int) -> None:
         """Make the blocks of a seated request findable that positions below ``end`` have filled."""
-        keys, size, slot = request.keys, self._pool.block_size, request.slot
-        if keys is None:
-            return
-        for index in range(request.published, end // size):
-            if len(keys) == index + 1:
-                tokens = seats.tokens[slot, index * size : (index + 1) * size]
-                keys.append(block_key(keys[index], tokens.tobytes()))
-            block, key = int(seats.blocks[slot, index]), keys[index + 1]
-            if self._pool.publish(block, key) and self._host is not None and not request.private:
-                self._host.published(block, key)
-            request.published = index + 1
-
-    def publish_filled(self, seats: Seats, slots: NDArray[np.int64], ends: NDArray[np.int32]) -> None:
-        """The same for many requests with prefix caching at once, int [n], each of which has filled its next block up
-        to its end; what comes next is watched for."""
         size = self._pool.block_size
-        starts = ends - size
-        data = seats.tokens[slots[:, None], starts[:, None] + np.arange(size)].tobytes()
-        blocks = seats.blocks[slots, starts // size].tolist()
-        stride = size * seats.tokens.itemsize
-        for place, (slot, block) in enumerate(zip(slots.tolist(), blocks, strict=True)):
-            request = seats.requests[slot]
-            assert request is not None
-            keys = request.keys
-            assert keys is not None
-            index = request.published
-            if len(keys) == index + 1:
-                keys.append(block_key(keys[index], data[place * stride : (place + 1) * stride]))
-            key = keys[index + 1]
-            if self._pool.publish(block, key) and self._host is not None and not request.private:
-                self._host.published(block, key)
-            request.published = index + 1
-        seats.watch[slots] = np.minimum(seats.last[slots], ends + size)
+        if request.keys is not None:
+            for index in range(request.published, end // size):
+                self.publish_next(request, seats, (index + 1) * size)
+
+    def publish_next(self, request: Request, seats: Seats, end: int) -> None:
+        """The same for the one block that ends at ``end``, of a request with prefix caching; those before it are."""
+        keys, slot, index = request.keys, request.slot, request.published
+        assert keys is not None
+        if len(keys) == index + 1:
+            tokens = seats.tokens[slot, end - self._pool.block_size : end]
+            keys.append(block_key(keys[index], tokens.tobytes()))
+        block, key = int(seats.blocks[slot, index]), keys[index + 1]
+        if self._pool.publish(block, key) and self._host is not None and not request.private:
+            self._host.published(block, key)
+        request.published = index + 1

@@ -184,7 +184,8 @@ class Scheduler:
         """The next step; None when nobody can get a row before the next settle. ``now``: seconds on any clock that
         never goes back."""
         self._now = now
-        self.lifecycle.waits.advance(now)
+        if len(self.waiting):
+            self.lifecycle.waits.advance(now)
         if self.host is not None:
             self.host.poll()
         if self.lifecycle.padding:
@@ -566,7 +567,8 @@ class Scheduler:
         assert oldest is plan, "plans are settled in their order"
         self._now = now
         self.stuck = False
-        self.lifecycle.waits.advance(now)
+        if len(self.waiting):
+            self.lifecycle.waits.advance(now)
         if result.elapsed_s > 0 and len(plan.slot):
             self.cost.observe(plan.num_tokens, plan.kv_tokens, result.elapsed_s)
         copies = len(plan.to_host) + len(plan.to_device)

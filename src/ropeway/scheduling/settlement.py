@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,8 +12,7 @@ from ropeway.plan import Plan, Result
 from ropeway.request import Request
 from ropeway.scheduling.lifecycle import Lifecycle
 
-_MANY = 4
-"""More events than this are worth being sorted."""
+Ints = NDArray[np.integer[Any]]
 
 
 class Settlement:
@@ -50,17 +51,24 @@ class Settlement:
         ended = seats.ends_with(slots, new)
         watch = seats.watch[slots]
         events = np.flatnonzero((end >= watch) | ended)
-        if len(events) > _MANY:  # most of them have filled a block and no more
-            filled = (end[events] == watch[events]) & ~ended[events] & (end[events] < seats.last[slots[events]])
-            lifecycle.prefixes.publish_filled(seats, slots[events[filled]], end[events[filled]])
-            events = events[~filled]
-        for i in events.tolist():
-            self._event(lifecycle.seated(slots[i]), int(end[i]), int(new[i]), bool(ended[i]))
+        if len(events):
+            self._events(slots[events], end[events], new[events], ended[events], watch[events])
         return StepOutput(ids=ids, tokens=tokens, finished=self._finished, started=self._started, logprobs=logprobs)
 
+    def _events(self, slots: Ints, positions: Ints, tokens: Ints, ended: NDArray[np.bool_], watched: Ints) -> None:
+        """What ``tokens`` at ``positions`` bring, int32 [n] each."""
+        seats, publish_next = self._lifecycle.seats, self._lifecycle.prefixes.publish_next
+        columns = (slots, positions, tokens, ended, watched, seats.last[slots])
+        for slot, position, token, met, watch, last in zip(*(column.tolist() for column in columns), strict=True):
+            request = self._lifecycle.seated(slot)
+            if position == watch and position < last and not met:  # most of them have filled a block, and no more
+                publish_next(request, seats, position)
+                seats.watch[slot] = min(last, position + self._lifecycle.pool.block_size)
+            else:
+                self._event(request, position, token, met)
+
     def _event(self, request: Request, position: int, token: int, ended: bool) -> None:
-        """``token`` at ``position`` is the first one since its request was seated, fills a block before it, or is the
-        last one."""
+        """``token`` at ``position`` is the first one since its request was seated, or the last one."""
         lifecycle = self._lifecycle
         lifecycle.prefixes.publish(request, lifecycle.seats, position)
         lifecycle.saw_token(request, self._now)
