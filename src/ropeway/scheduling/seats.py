@@ -130,7 +130,7 @@ class Seats:
         assert self.ranked[place] == slot
         del self._ranks[place]
         self.ranked = np.concatenate((self.ranked[:place], self.ranked[place + 1 :]))
-        if self.end_count[slot] == self._end_rows:
+        if self._end_rows and self.end_count[slot] == self._end_rows:
             self._end_rows = int(self.end_count[self.ranked].max(initial=0))
         return request
 

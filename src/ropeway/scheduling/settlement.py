@@ -58,12 +58,14 @@ class Settlement:
     def _events(self, slots: Ints, positions: Ints, tokens: Ints, ended: NDArray[np.bool_], watched: Ints) -> None:
         """What ``tokens`` at ``positions`` bring, int32 [n] each."""
         seats, publish_next = self._lifecycle.seats, self._lifecycle.prefixes.publish_next
+        block_size = self._lifecycle.pool.block_size
         columns = (slots, positions, tokens, ended, watched, seats.last[slots])
         for slot, position, token, met, watch, last in zip(*(column.tolist() for column in columns), strict=True):
-            request = self._lifecycle.seated(slot)
+            request = seats.requests[slot]
+            assert request is not None
             if position == watch and position < last and not met:  # most of them have filled a block, and no more
                 publish_next(request, seats, position)
-                seats.watch[slot] = min(last, position + self._lifecycle.pool.block_size)
+                seats.watch[slot] = min(last, position + block_size)
             else:
                 self._event(request, position, token, met)
 
