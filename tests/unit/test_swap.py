@@ -400,3 +400,21 @@ def test_a_pool_more_than_nine_tenths_full_always_moves_on_with_priorities_and_s
     if host_blocks == 100:
         assert line.host is not None
         assert line.host.swaps_in > 0
+
+
+def test_whose_seat_alone_is_wanted_is_not_swapped_while_its_blocks_can_be_found_again() -> None:
+    """Copies take less than computing all of it again, but more than the part of a block that is not cached."""
+    cost = StepCost(0.001, 0.001, 0.0)
+
+    def kind(urgent_tokens: int) -> dict[str, int]:
+        line = Line(seats=1, blocks=14, host_blocks=64, cost=cost, preemption="auto", block_bytes=1 << 22)
+        long = line.add(33, 20, tier="batch", keys=[root_key()])
+        line.step()
+        line.step()
+        line.add(urgent_tokens, 2, tier="interactive")
+        line.run()
+        assert len(line.outputs[long.id]) == 20
+        return long.timeline.preemptions
+
+    assert kind(urgent_tokens=8) == {"recompute": 1}
+    assert kind(urgent_tokens=40) == {"swap": 1}

@@ -82,6 +82,10 @@ class HostTier:
         """Host blocks of the longest prefix of ``keys`` that is here. Takes no pin."""
         return self.pool.match(keys)
 
+    def count(self, keys: Iterable[bytes]) -> int:
+        """How many of these are here."""
+        return sum(self.pool.find(key) is not None for key in keys)
+
     def read(self, places: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy host blocks to device blocks; they stay as they are until the plan is made."""
         self.pool.acquire(places)

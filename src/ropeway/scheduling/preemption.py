@@ -64,6 +64,7 @@ class Preemption:
         are found and will be kept; False, and nobody is preempted, when that is beyond them."""
         victims: list[int] = []
         slots = 0 if self._seats.vacant else 1
+        scarce = missing > 0
         freed = self._freed(hits)
         for victim in self._by_cost(self._below(line, fresh)):
             if missing <= 0 and slots <= 0:
@@ -74,7 +75,7 @@ class Preemption:
         if missing > 0 or slots > 0 or not victims:
             return False
         for victim in victims:
-            self.preempt(victim, now, for_tier=True)
+            self.preempt(victim, now, for_tier=True, scarce=scarce)
         return True
 
     def _by_cost(self, ranked: NDArray[np.int64]) -> list[int]:
@@ -134,23 +135,30 @@ class Preemption:
 
     # ------------------------------------------------------------------ how
 
-    def preempt(self, slot: int, now: float, *, for_tier: bool = False) -> None:
-        """Take a seat; its request waits again, or was padding and is gone."""
+    def preempt(self, slot: int, now: float, *, for_tier: bool = False, scarce: bool = True) -> None:
+        """Take a seat; its request waits again, or was padding and is gone. ``scarce``: its blocks are wanted, and not
+        the seat alone."""
         if self._seats.padding[slot]:
             self._lifecycle.drop_padding(slot)
             return
         ledger = self._lifecycle.ledgers[self._seats.tier[slot]]
-        self._lifecycle.preempt(slot, now, swap=self._swaps(slot))
+        self._lifecycle.preempt(slot, now, swap=self._swaps(slot, scarce))
         if for_tier:
             ledger.preemptions["admission"] += 1
         else:
             self._reservation.preempted()
 
-    def _swaps(self, slot: int) -> bool:
-        """Whether copying a request's blocks out and back is thought to cost less than computing them again."""
-        if self._lifecycle.host is None or self._config.preemption == "recompute":
+    def _swaps(self, slot: int, scarce: bool) -> bool:
+        """Whether copying a request's blocks out and back is thought to cost less than computing them again. Where
+        blocks are not scarce, those that are published are taken to be found again."""
+        host = self._lifecycle.host
+        if host is None or self._config.preemption == "recompute":
             return False
         if self._config.preemption == "swap":
             return True
+        request = self._lifecycle.seated(slot)
         blocks, tokens = int(self._seats.blocks_held[slot]), int(self._seats.computed[slot])
-        return 2 * self._copy_cost.seconds(blocks) < tokens * self._cost.token_s
+        found = 0 if scarce else request.published
+        written = 0 if request.keys is None or request.private else host.count(request.keys[1 : request.published + 1])
+        copies = blocks - written + blocks - found
+        return self._copy_cost.seconds(copies) < (tokens - found * self._lifecycle.pool.block_size) * self._cost.token_s
