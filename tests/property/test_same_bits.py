@@ -317,6 +317,7 @@ def run(name: str, workload: Workload, folder: Path | None = None) -> None:
 @pytest.mark.report("vllm-project/vllm#16832")
 @pytest.mark.report("vllm-project/vllm#17524")
 @pytest.mark.report("vllm-project/vllm#27034")
+@pytest.mark.report("InternLM/lmdeploy#1744")
 def test_tokens_and_logprobs_equal_those_of_the_request_alone(name: str) -> None:
     torch.manual_seed(0)
 
