@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ropeway.devices.base import Activations, DenseTensor
+from ropeway.devices.base import FACTORED, Activations, DenseTensor
 from ropeway.devices.stream import InlineStream
 from ropeway.errors import ConfigError, Unsupported
 from tests.support.matrices import Form, seen_inputs
@@ -132,3 +133,13 @@ def test_a_product_makes_no_pytorch_operator_compute_anything(device: CpuDevice)
         device.kernels.linear(x, weight, bias)
         device.kernels.gather(weight, ids)
     assert seen == {"aten.empty.memory_format"}
+
+
+def test_a_quantised_cache_is_refused_where_its_kernels_have_not_been_made(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_context", SimpleNamespace(isa="neon_dotprod"))
+    assert device.kv_block_bytes(1, 1, 64, 16, "bf16") == 4096
+    for dtype in FACTORED:
+        with pytest.raises(ConfigError, match="no kernels for neon_dotprod yet; use bf16 or fp32"):
+            device.kv_block_bytes(1, 1, 64, 16, dtype)
