@@ -250,6 +250,7 @@ def test_the_cost_without_hits_is_measured_with_and_without_the_cache():
     assert cost.host_us_on > 0
     assert cost.host_us_off > 0
     assert cost.host_cost_fraction == pytest.approx((cost.host_us_on - cost.host_us_off) / cost.step_us)
+    assert cost.throughput_cost_fraction == pytest.approx(cost.device_cost_fraction + cost.host_cost_fraction)
 
 
 # ---------------------------------------------------------------------- overhead

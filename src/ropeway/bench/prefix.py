@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ropeway.bench.driver import Driver
 from ropeway.bench.overhead import measure_overhead
@@ -17,6 +18,8 @@ from ropeway.config import Config
 from ropeway.errors import ConfigError
 
 _WARM_UP_SEED = 1 << 20
+_WARM_UP_RUNS = 3
+"""As many as use up a pool of twice the workload, and one more."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,18 @@ class ZeroHitCost:
 
     throughput_ratios: list[float]
     """Output tokens per second with the cache over those without; runs in alternation, one ratio a pair."""
-    throughput_cost_fraction: float
-    """1 - their median."""
+    device_cost_fraction: float
+    """What the device takes longer with the cache. Both play the same steps in every run; of each step the lower
+    quartile over the runs counts, so that what disturbs a run here and there does not."""
     host_us_on: float
     """CPU microseconds of plan and settle per step, over the timer device; medians."""
     host_us_off: float
     step_us: float
-    """What a step takes on the real device, in the mean."""
+    """What a step takes on the real device, in the mean over the workload."""
     host_cost_fraction: float
     """(host_us_on - host_us_off) / step_us: what it would cost if nothing of it were hidden behind the device."""
+    throughput_cost_fraction: float
+    """Both together: what the cache costs at most."""
 
 
 def measure_prefix(
@@ -102,40 +108,55 @@ def measure_zero_hits(
     progress: Callable[[int, int], None] | None = None,
 ) -> ZeroHitCost:
     """``workload`` (default: the mixed one of other benchmarks), with prompts of its own each time, on the real device,
-    and ``sequences`` equal requests over the timer device, with the cache and without in alternation."""
+    and ``sequences`` equal requests over the timer device, with the cache and without in alternation.
+
+    The pool holds twice what the workload can need, and is used up before anything is measured: memory that no process
+    had before costs time when it is first written, and only the cache, which keeps what is done with, would go on to
+    ever new blocks. Raises what loading raises."""
     workload = mixed_workload() if workload is None else workload
     ratios: list[float] = []
-    steps_s: list[float] = []
+    device: dict[bool, list[NDArray[np.float64]]] = {True: [], False: []}
     host: dict[bool, list[float]] = {True: [], False: []}
+    size = config.cache.block_size
+    blocks = 2 * sum(-(-(request.prompt_tokens + request.output_tokens) // size) for request in workload)
     with ExitStack() as stack:
         drivers = {
             on: stack.enter_context(
-                Driver(dataclasses.replace(config, cache=dataclasses.replace(config.cache, prefix_cache=on)))
+                Driver(
+                    dataclasses.replace(
+                        config, cache=dataclasses.replace(config.cache, prefix_cache=on, kv_blocks=blocks)
+                    )
+                )
             )
             for on in (True, False)
         }
         for driver in drivers.values():
-            driver.run(workload[:2], seed=_WARM_UP_SEED)
+            for number in range(_WARM_UP_RUNS):
+                driver.run(workload, seed=_WARM_UP_SEED + number)
         for number in range(repeat):
             walls: dict[bool, float] = {}
             for on in (True, False) if number % 2 == 0 else (False, True):
                 run = drivers[on].run(workload, seed=number)
                 walls[on] = run.wall_s
-                steps_s.append(float(run.steps.elapsed_s.mean()))
+                device[on].append(run.steps.elapsed_s)
                 costs = measure_overhead(sequences, async_scheduling=True, step_ms=0.0, prefix_cache=on)
                 host[on].append(costs.host_us_per_step.p50)
             ratios.append(walls[False] / walls[True])
             if progress is not None:
                 progress(number + 1, repeat)
     on_us, off_us = statistics.median(host[True]), statistics.median(host[False])
-    step_us = statistics.median(steps_s) * 1e6
+    device_on, device_off = (np.percentile(np.stack(device[on]), 25, axis=0) for on in (True, False))
+    step_us = float(device_off.mean()) * 1e6
+    device_cost = 1 - float(device_off.sum() / device_on.sum())
+    host_cost = (on_us - off_us) / step_us
     return ZeroHitCost(
         throughput_ratios=ratios,
-        throughput_cost_fraction=1 - statistics.median(ratios),
+        device_cost_fraction=device_cost,
         host_us_on=on_us,
         host_us_off=off_us,
         step_us=step_us,
-        host_cost_fraction=(on_us - off_us) / step_us,
+        host_cost_fraction=host_cost,
+        throughput_cost_fraction=device_cost + host_cost,
     )
 
 
