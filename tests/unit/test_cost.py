@@ -240,9 +240,18 @@ def test_copy_time_follows_what_was_measured_by_blocks() -> None:
 
 def test_one_stalled_copy_moves_the_mean_little() -> None:
     cost = CopyCost(1_000_000)
+    for _ in range(100):
+        cost.observe(8, cost.seconds(8))
     before = cost.seconds(1)
     cost.observe(8, 10.0)
     assert cost.seconds(1) < 1.5 * before
+
+
+def test_the_first_guess_is_forgotten_within_a_few_hundred_blocks() -> None:
+    cost = CopyCost(1_000_000)
+    for _ in range(20):
+        cost.observe(16, 16 * 1e-6)  # 250 times as fast as guessed
+    assert cost.seconds(1) < 0.1 * CopyCost(1_000_000).seconds(1)
 
 
 def test_copies_without_blocks_or_time_are_passed_over() -> None:

@@ -26,6 +26,8 @@ _LEAST_SLOPE_S = 1e-9
 _MOST_TOKENS = 1 << 30
 _COPY_MEMORY = 256.0
 """Blocks over which copies are averaged."""
+_COPY_GUESS = 32.0
+"""Blocks that the first guess counts for, so that it is soon forgotten."""
 _SLOWEST_COPY = 8.0
 """Times the expected time that a copy can count as."""
 
@@ -198,13 +200,15 @@ class StepCost:
 
 
 class CopyCost:
-    """Seconds that copying blocks between device and host takes: an exponentially weighted mean per block."""
+    """Seconds that copying blocks between device and host takes: the mean of the first blocks, then an exponentially
+    weighted one."""
 
     def __init__(self, block_bytes: int, bytes_per_s: float = 4e9) -> None:
         """Starts from ``bytes_per_s``, until copies were seen. Raises ``ValueError`` unless both are positive."""
         if block_bytes <= 0 or not bytes_per_s > 0:
             raise ValueError(f"a block of {block_bytes} bytes at {bytes_per_s} bytes per second: both must be positive")
         self._block_s = block_bytes / bytes_per_s
+        self._seen = _COPY_GUESS
 
     def observe(self, blocks: int, seconds: float) -> None:
         """Learn from the copies of one step. Without blocks, or a positive, finite time, they are passed over."""
@@ -212,7 +216,8 @@ class CopyCost:
             return
         # A stall counts as a slow copy, not as itself.
         observed = min(seconds / blocks, _SLOWEST_COPY * self._block_s)
-        self._block_s += blocks / (_COPY_MEMORY + blocks) * (observed - self._block_s)
+        self._block_s += blocks / (self._seen + blocks) * (observed - self._block_s)
+        self._seen = min(self._seen + blocks, _COPY_MEMORY)
 
     def seconds(self, blocks: int) -> float:
         """What copying so many blocks is going to take, one way."""

@@ -219,9 +219,10 @@ class Lifecycle:
 
     def _leave_seat(self, request: Request) -> None:
         slot = request.slot
-        blocks = self.seats.held(slot)
+        blocks, served = self.seats.held(slot), self.seats.served[slot]
         self.seats.unseat(slot, self.policy.rank(request))
-        request.unsettled = sum(bool((plan.request == request.id).any()) for plan in self.in_flight)
+        plans = [plan for plan in self.in_flight if plan.seq <= served]
+        request.unsettled = sum(bool((plan.request == request.id).any()) for plan in plans)
         if self.protected(request):
             self.protected_life -= self.blocks_for(request.limit - 1)
         self.pool.release(blocks)
@@ -355,11 +356,9 @@ class Lifecycle:
     def check(self) -> None:
         """Raise ``AssertionError`` unless blocks, seats, lines and requests agree."""
         seats = self.seats
+        seats.check()
         seated = seats.ranked.tolist()
         self.pool.check([seats.held(slot) for slot in seated])
-        assert seats.taken + seats.vacant == len(seats.requests)
-        assert sorted(seated) == np.flatnonzero(seats.request_id >= 0).tolist()
-        assert seats.prefilling == int((seats.computed[seated] < seats.goal[seated]).sum())
         assert self.padding == int(seats.padding[seated].sum())
         ranks = []
         for slot in seated:

@@ -240,7 +240,7 @@ class Scheduler:
         open_lines = len(self.waiting.lines)
         short = False  # whether somebody more urgent waits for blocks
         lasting = True  # whether all that stands in the way is a lack of slots or blocks
-        while open_lines:
+        while open_lines and len(self.waiting):
             found = self._next_waiting(open_lines)
             if found is None:
                 break
@@ -255,14 +255,17 @@ class Scheduler:
                 if short and not self.preemption.outranks(line, fresh):
                     reason = "blocks"
                 else:
-                    seat, reason = self._try_seat(request, line, int(promised[line]), fresh)
+                    seat, reason = self._try_seat(request, line, promised[line], fresh)
             if reason is None:
                 assert seat is not None
                 seated.append(seat)
                 slot = seat.slot
                 known = min(len(request.tokens) + 1, request.limit - 1)
-                demand[line:] += max(known - 1 - int(self.seats.computed[slot]), 0)
-                promised[line:] += self.lifecycle.blocks_for(known) - int(self.seats.blocks_held[slot])
+                tokens = max(known - 1 - int(self.seats.computed[slot]), 0)
+                blocks = self.lifecycle.blocks_for(known) - int(self.seats.blocks_held[slot])
+                for lower in range(line, len(demand)):
+                    demand[lower] += tokens
+                    promised[lower] += blocks
                 continue
             # Nobody of its line passes a head that does not fit, nor of a lower one. A higher one, though less urgent,
             # takes the place of a lower one that is seated, but not the blocks that the head waits for.
@@ -273,9 +276,10 @@ class Scheduler:
                 self.lifecycle.waits_for(lower, "tier")
             open_lines = line
         for line in range(open_lines):  # whoever is left there waits at a gate, or for another protected one's end
-            ungated = any(not request.gated for request in self.waiting.lines[line])
-            self.lifecycle.waits_for(line, "blocks" if ungated else "step")
-            lasting = lasting and not self.waiting.lines[line].count
+            if self.waiting.lines[line].count:
+                ungated = any(not request.gated for request in self.waiting.lines[line])
+                self.lifecycle.waits_for(line, "blocks" if ungated else "step")
+                lasting = False
         self._stands = (self.pool.releases, self.waiting.changes) if lasting and not seated else None
         return seated
 
@@ -394,31 +398,32 @@ class Scheduler:
             shared=max(int(seats.blocks_held[slots].sum()) - self.pool.live, 0),
         )
 
-    def _demand(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What the seated could use in this step, int64 [lines] each, summed over a line and those above it: tokens
+    def _demand(self) -> tuple[list[int], list[int]]:
+        """What the seated could use in this step, [lines] each, summed over a line and those above it: tokens
         (decodes of all lines count everywhere), and the blocks they still need for all that they know."""
         seats, lines = self.seats, len(self.waiting.lines)
         if not seats.taken:
-            return np.zeros(lines, dtype=np.int64), np.zeros(lines, dtype=np.int64)
+            return [0] * lines, [0] * lines
         slots = seats.ranked
         computed, held, last = seats.computed[slots], seats.blocks_held[slots], seats.last[slots]
         decoding = computed < last
-        if seats.prefilling:
-            goal = seats.goal[slots]
-            horizon = np.minimum(np.maximum(computed, goal) + 1, last)
-            needed = np.maximum((horizon + self.pool.block_size - 1 >> self._shift) - held, 0)
-            prompt = np.maximum(goal - computed, 0)
-            decodes = int(np.count_nonzero(decoding & (prompt == 0)))
-        else:
-            needed = decoding & (computed >= held << self._shift)
-            prompt = np.zeros_like(computed)
-            decodes = int(np.count_nonzero(decoding))
-        if lines == 1:
-            return np.array([prompt.sum() + decodes]), np.array([needed.sum()])
-        line = seats.line[slots]
-        tokens = np.bincount(line, weights=prompt, minlength=lines).cumsum() + decodes
-        blocks = np.bincount(line, weights=needed, minlength=lines).cumsum()
-        return tokens.astype(np.int64), blocks.astype(np.int64)
+        if not seats.prefilling:
+            growing = slots[decoding & (computed >= held << self._shift)]
+            return [int(np.count_nonzero(decoding))] * lines, self._summed(growing, None)
+        goal = seats.goal[slots]
+        prompt = np.maximum(goal - computed, 0)
+        decodes = int(np.count_nonzero(decoding & (prompt == 0)))
+        horizon = np.minimum(np.maximum(computed, goal) + 1, last)
+        needed = np.maximum((horizon + self.pool.block_size - 1 >> self._shift) - held, 0)
+        return [tokens + decodes for tokens in self._summed(slots, prompt)], self._summed(slots, needed)
+
+    def _summed(self, slots: NDArray[np.int64], weights: NDArray[np.int64] | None) -> list[int]:
+        """Of each line, the weights (default: one each) of these slots that are its own or of those above it."""
+        lines = len(self.waiting.lines)
+        if not len(slots):
+            return [0] * lines
+        sums = np.bincount(self.seats.line[slots], weights=weights, minlength=lines).cumsum()
+        return [int(total) for total in sums.tolist()]
 
     # ------------------------------------------------------------------ second pass: decodes
 
@@ -589,6 +594,9 @@ class Scheduler:
     def check(self) -> None:
         """Raise ``AssertionError`` unless all bookkeeping agrees. For tests and for idle moments."""
         self.lifecycle.check()
+        assert len(self._departures) == len(self.lifecycle.in_flight)
+        if self._stands == (self.pool.releases, self.waiting.changes):
+            assert len(self.waiting)
         if self.host is not None:
             self.host.check([r.swapped.host_blocks for r in self.waiting if r.swapped is not None])
 

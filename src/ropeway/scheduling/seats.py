@@ -161,12 +161,32 @@ class Seats:
             ended |= ids[slots] == tokens
         return ended
 
+    def check(self) -> None:
+        """Raise ``AssertionError`` unless what is kept up beside the columns says what they say."""
+        seated = self.ranked
+        assert self.taken + self.vacant == len(self.requests)
+        assert sorted(seated.tolist()) == np.flatnonzero(self.request_id >= 0).tolist()
+        assert sorted(self._free) == np.flatnonzero(self.request_id < 0).tolist()
+        assert self._ranks == sorted(self._ranks)
+        assert len(self._ranks) == len(seated)
+        assert self.prefilling == int((self.computed[seated] < self.goal[seated]).sum())
+        assert self.limits == int(self.limit[seated].sum())
+        assert (self.last[seated] == self.limit[seated] - 1).all()
+        going_on = seated[~self.padding[seated]]
+        assert self._end_rows >= int(self.end_count[going_on].max(initial=0))
+        for slot in going_on.tolist():
+            request, count = self.requests[slot], int(self.end_count[slot])
+            assert request is not None
+            assert tuple(self.end_ids[:count, slot].tolist()) == request.end_ids
+            assert (self.end_ids[count : self._end_rows, slot] == -1).all()
+
     def _set_end_ids(self, slot: int, end_ids: tuple[int, ...]) -> None:
         rows, slots = self.end_ids.shape
         if len(end_ids) > rows:
             grown = np.full((len(end_ids), slots), -1, dtype=np.int32)
             grown[:rows] = self.end_ids
             self.end_ids = grown
-        self.end_ids[:, slot] = -1
-        self.end_ids[: len(end_ids), slot] = end_ids
-        self._end_rows = max(self._end_rows, len(end_ids))
+        if rows or end_ids:
+            self.end_ids[:, slot] = -1
+            self.end_ids[: len(end_ids), slot] = end_ids
+            self._end_rows = max(self._end_rows, len(end_ids))
