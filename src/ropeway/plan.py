@@ -8,8 +8,7 @@ table, sampling parameters), so a plan says only what changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,8 +19,7 @@ Ints = NDArray[np.int32]
 NO_COPIES: Ints = np.empty((0, 2), dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class Seat(msgspec.Struct, frozen=True, eq=False):
     """A request takes a slot. Sent once per seating; the device row is reset before the step's forward."""
 
     slot: int
@@ -38,8 +36,7 @@ class Seat:
     position order; its block table starts with them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """One step. Rows are in batch order. Copies come first, then seats, then the rows."""
 
     seq: int
@@ -59,9 +56,9 @@ class Plan:
     new_block_count: Ints
     """int32 [rows]."""
     seats: tuple[Seat, ...] = ()
-    to_host: Ints = field(default_factory=lambda: NO_COPIES)
+    to_host: Ints = msgspec.field(default_factory=lambda: NO_COPIES)
     """int32 [m, 2]: (device block, host block) to copy before anything else."""
-    to_device: Ints = field(default_factory=lambda: NO_COPIES)
+    to_device: Ints = msgspec.field(default_factory=lambda: NO_COPIES)
     """int32 [m, 2]: (host block, device block) to copy after that."""
 
     @property
@@ -74,8 +71,7 @@ class Plan:
         return int(self.start.sum() + self.count.sum())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Result:
+class Result(msgspec.Struct, frozen=True, eq=False):
     """The sampled tokens of one plan."""
 
     token_ids: Ints

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -105,8 +106,7 @@ class Reservation:
         self.share += (self._low - self.share) * self._shrink
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A waiting request."""
 
     length: int

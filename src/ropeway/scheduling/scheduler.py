@@ -602,14 +602,8 @@ class Scheduler:
 
 
 def _candidate(request: Request, shared: int) -> Candidate:
-    return Candidate(
-        length=len(request.tokens),
-        generated=request.output_tokens,
-        cap=request.limit - request.prompt_tokens,
-        handle=request.length_class,
-        u=request.luck,
-        shared=shared,
-    )
+    known, prompt = len(request.tokens), request.prompt_tokens
+    return Candidate(known, known - prompt, request.limit - prompt, request.length_class, request.luck, shared)
 
 
 def _columns(copies: list[tuple[int, int]]) -> NDArray[np.int32]:
