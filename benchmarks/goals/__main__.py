@@ -40,6 +40,7 @@ GOALS: dict[int | str, Goal] = {
     10: Goal("prefix cache", "benchmarks.goals.prefix"),
     11: Goal("host cost of a step", "benchmarks.goals.overhead"),
     13: Goal("KV types", "benchmarks.goals.kv_types"),
+    14: Goal("determinism", "benchmarks.goals.determinism"),
     15: Goal("simulator", "benchmarks.goals.simulator"),
     18: Goal("start and footprint", "benchmarks.goals.startup"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 
 from benchmarks.goals.verdict import Check, Outcome, table_of
 from ropeway.bench.overhead import Features, OverheadRun, measure_overhead
@@ -25,14 +26,18 @@ def limits(running: float) -> tuple[float, float]:
 
 
 def measure(
-    *, sequences: Sequence[int] = SEQUENCES, steps: int = 1000, steps_ms: Sequence[float] = (5.0, 0.0)
+    *, sequences: Sequence[int] = SEQUENCES, steps: int = 1000, steps_ms: Sequence[float] = (5.0, 0.0), rounds: int = 3
 ) -> Outcome:
-    runs = [
-        measure_overhead(count, async_scheduling=True, step_ms=step_ms, steps=steps, features=features)
-        for step_ms in steps_ms
-        for features in FEATURES
-        for count in sequences
+    """Every setting is run once in each of the ``rounds``; the run that is the median one counts."""
+    settings = list(product(steps_ms, FEATURES, sequences))
+    repeated = [
+        [
+            measure_overhead(count, async_scheduling=True, step_ms=step_ms, steps=steps, features=features)
+            for step_ms, features, count in settings
+        ]
+        for _ in range(rounds)
     ]
+    runs = [_median(same) for same in zip(*repeated, strict=True)]
     watched = BUBBLE_AT if BUBBLE_AT in sequences else sequences[-1]
     bubble = max(run.bubble for run in runs if run.step_ms == steps_ms[0] and run.sequences == watched)
     outcome = Outcome(
@@ -50,6 +55,10 @@ def measure(
         )
     ]
     return outcome
+
+
+def _median(runs: Sequence[OverheadRun]) -> OverheadRun:
+    return sorted(runs, key=lambda run: run.host_us_per_step.p50)[len(runs) // 2]
 
 
 def _pace(run: OverheadRun) -> str:

@@ -10,11 +10,22 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.goals import __main__ as goals
-from benchmarks.goals import admission, batching, chunked, kv_types, preemption, prefix, simulator, tiers
+from benchmarks.goals import (
+    admission,
+    batching,
+    chunked,
+    determinism,
+    kv_types,
+    preemption,
+    prefix,
+    simulator,
+    tiers,
+)
 from benchmarks.goals.simulated import CONVERSATION, at_once, at_rate, engine_of, joined, pause_s, recorded, run
 from benchmarks.goals.verdict import Check, Outcome
 from ropeway.bench.kv import KVFigures, TypeFigures
 from ropeway.bench.traces import Trace, read_trace
+from tests.support.tiny_models import tiny_checkpoint
 
 # ---------------------------------------------------------------------- verdicts
 
@@ -222,6 +233,31 @@ def test_partial_blocks_and_a_prompts_last_token_are_never_hits():
     # 0 and 1 are there from the second prompt on; of the second one the last block must be computed.
     assert prefix.counted_hits(trace) == 512 + 1024 + 1024
     assert prefix.engine_hits(trace) == 512 + 1024 + 1024
+
+
+# ---------------------------------------------------------------------- 14: determinism
+
+
+@pytest.fixture
+def _short_requests(monkeypatch):
+    monkeypatch.setattr(determinism, "_PROMPT", (8, 60))
+    monkeypatch.setattr(determinism, "_OUTPUT", (8, 30))
+
+
+@pytest.mark.usefixtures("_short_requests")
+def test_every_setting_is_compared_with_requests_alone_and_does_what_it_is_for():
+    outcome = determinism.measure(requests=12, kv_dtypes=("bf16",), model=str(tiny_checkpoint("llama")))
+    assert [check.name for check in outcome.checks if check.verdict != "met"] == []
+    assert sum(check.target == 1.0 and check.unit == "%" for check in outcome.checks) == 9
+
+
+@pytest.mark.usefixtures("_short_requests")
+def test_answers_that_differ_miss_the_goal(monkeypatch):
+    monkeypatch.setattr(
+        determinism, "_settings", lambda blocks: {"other weights": {"weights": "int4", "max_num_seqs": 8}}
+    )
+    outcome = determinism.measure(requests=4, kv_dtypes=("bf16",), model=str(tiny_checkpoint("llama")))
+    assert outcome.verdict == "missed"
 
 
 # ---------------------------------------------------------------------- 15: simulator
