@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ropeway.bench.driver import Driver, Progress, Run
@@ -20,7 +21,8 @@ _WARM_UP = [WorkloadRequest(prompt_tokens=16, output_tokens=4)]
 
 @dataclass(frozen=True)
 class Latency:
-    """Rates are medians over the repeats; what they are compared with is the best measured between them."""
+    """Medians over the repeats. What the machine can do is measured between them, since on a shared one it changes within
+    minutes, and a repeat is compared with the better of the two measurements around it."""
 
     prefill_tokens_per_s: float
     """All prompt tokens / time until every request has its first token."""
@@ -30,13 +32,13 @@ class Latency:
     """Weights that a decode step reads / batch: all but an embedding table that isn't the head, too."""
     read_bandwidth_bytes_per_s: float
     bandwidth_fraction: float
-    """decode_tokens_per_s * weight_bytes_per_token / read_bandwidth_bytes_per_s. Keys and values, which a step
-    reads too, are not counted."""
+    """Bytes of weights read per second while decoding / read_bandwidth_bytes_per_s. Keys and values, which a step reads
+    too, are not counted."""
     prefill_flops_per_token: float
     """Matrix products and attention (visible positions only); an addition and a multiplication are two."""
     matmul_flops_per_s: float
     matmul_fraction: float
-    """prefill_tokens_per_s * prefill_flops_per_token / matmul_flops_per_s."""
+    """Arithmetic per second of the prefill / matmul_flops_per_s."""
     ttft_s: float
     tpot_s: float
     """Seconds per token and request while decoding."""
@@ -72,39 +74,50 @@ def measure_latency(
     workload = [WorkloadRequest(prompt_tokens, output_tokens)] * batch
     threads = config.engine.threads or available_cores()
     runs: list[Run] = []
-    limits = Limits(0.0, 0.0)
+    limits: list[Limits] = []
     with Driver(config) as driver:
         model = driver.worker.model
+
+        def measure_machine() -> Limits:
+            with memory.not_counting():
+                return measure_limits(driver.worker.device, model.dtype, threads=threads)
+
         driver.run(_WARM_UP, seed=repeat)
+        before = measure_machine()
         for seed in range(repeat):
             runs.append(driver.run(workload, seed=seed))
-            with memory.not_counting():
-                limits = limits.better(measure_limits(driver.worker.device, model.dtype, threads=threads))
+            after = measure_machine()
+            limits.append(before.better(after))
+            before = after
             if progress is not None:
                 progress(seed + 1, repeat)
         load_s = driver.load_s
     prefill_s = [max(record.first_token_s for record in run.requests) for run in runs]
     decode_s = [run.wall_s - prefill for run, prefill in zip(runs, prefill_s, strict=True)]
-    prefill = statistics.median(batch * prompt_tokens / seconds for seconds in prefill_s)
-    decode = statistics.median(
-        run.tokens_after(begin) / seconds for run, begin, seconds in zip(runs, prefill_s, decode_s, strict=True)
-    )
+    prefill = [batch * prompt_tokens / seconds for seconds in prefill_s]
+    decode = [run.tokens_after(begin) / seconds for run, begin, seconds in zip(runs, prefill_s, decode_s, strict=True)]
+    bandwidth = [limit.read_bandwidth_bytes_per_s for limit in limits]
+    products = [limit.matmul_flops_per_s for limit in limits]
     weight_bytes = step_weight_bytes(model) / batch
     flops = prefill_flops(model.spec, prompt_tokens) / prompt_tokens
     return Latency(
-        prefill_tokens_per_s=prefill,
-        decode_tokens_per_s=decode,
+        prefill_tokens_per_s=statistics.median(prefill),
+        decode_tokens_per_s=statistics.median(decode),
         weight_bytes_per_token=weight_bytes,
-        read_bandwidth_bytes_per_s=limits.read_bandwidth_bytes_per_s,
-        bandwidth_fraction=decode * weight_bytes / limits.read_bandwidth_bytes_per_s,
+        read_bandwidth_bytes_per_s=statistics.median(bandwidth),
+        bandwidth_fraction=weight_bytes * _median_ratio(decode, bandwidth),
         prefill_flops_per_token=flops,
-        matmul_flops_per_s=limits.matmul_flops_per_s,
-        matmul_fraction=prefill * flops / limits.matmul_flops_per_s,
+        matmul_flops_per_s=statistics.median(products),
+        matmul_fraction=flops * _median_ratio(prefill, products),
         ttft_s=statistics.median(record.first_token_s for run in runs for record in run.requests),
-        tpot_s=batch / decode,
+        tpot_s=batch / statistics.median(decode),
         peak_rss_bytes=memory.bytes,
         load_s=load_s,
     )
+
+
+def _median_ratio(rates: Sequence[float], limits: Sequence[float]) -> float:
+    return statistics.median(rate / limit for rate, limit in zip(rates, limits, strict=True))
 
 
 def step_weight_bytes(model: Model) -> int:
