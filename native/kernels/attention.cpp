@@ -288,13 +288,20 @@ class HeadTask {
       });
     }
     float most[kMostRows], total[kMostRows];
-    for (int panel = begin; panel < end; ++panel) {
-      const PanelView& seen = views[panel - begin];
-      for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
-        const int row = i - first_query, r = i - queries_.begin(panel);
-        weights_of(tiles, {seen.begin[r], seen.end[r], seen.first, seen.last}, row, most[row], total[row]);
+    const auto for_rows = [&](const auto& body) {
+      for (int panel = begin; panel < end; ++panel) {
+        const PanelView& seen = views[panel - begin];
+        for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
+          const int r = i - queries_.begin(panel);
+          body(i - first_query, Visible{seen.begin[r], seen.end[r], seen.first, seen.last});
+        }
       }
-    }
+    };
+    // One after the other for all rows: each waits for a maximum, and the others go on meanwhile.
+    for_rows([&](int row, const Visible& keys) {
+      most[row] = keys.begin < keys.end ? largest_score(scratch_.scores + row * kSpan, keys) : 0.0F;
+    });
+    for_rows([&](int row, const Visible& keys) { total[row] = weights_of(tiles, keys, row, most[row]); });
     weigh(tiles, first, last, for_panels);
     for (int i = first_query; i < queries_.begin(end); ++i) {
       const int row = i - first_query;
@@ -310,20 +317,17 @@ class HeadTask {
     }
   }
 
-  void weights_of(const SpanTiles& tiles, Visible keys, int row, float& most, float& total) {
+  // Returns the sum of a row's weights.
+  float weights_of(const SpanTiles& tiles, Visible keys, int row, float most) {
     float* scores = scratch_.scores + row * kSpan;
-    most = total = 0.0F;
-    if (keys.begin < keys.end) {
-      total = soften(scores, keys, most);
-    } else {
-      keys.begin = keys.end = 16 * keys.first;
-      for (int i = 16 * keys.first; i < 16 * keys.last; i += 16) store_f32(scores + i, zero_f32());
-    }
+    if (keys.begin >= keys.end) keys.begin = keys.end = 16 * keys.first;
     if constexpr (Type::codes) {
+      const float total = soften<Type>(scores, keys, most, [&](int i, f32x16 x) { store_f32(scores + i, x); });
       quantise_weights(scores, tiles, keys, groups_, weights(row));
+      return total;
     } else {
-      for (int i = 16 * keys.first; i < 16 * keys.last; i += 16)
-        Type::store(scratch_.weights + row * kSpan + i, load_f32(scores + i));
+      typename Type::Input* to = scratch_.weights + row * kSpan;
+      return soften<Type>(scores, keys, most, [&](int i, f32x16 x) { Type::store(to + i, x); });
     }
   }
 
