@@ -185,29 +185,27 @@ void quantise_weights(const float* weights, const SpanTiles& tiles, const Visibl
 
 // ------------------------------------------------------------------ weighted values
 
-// sums [Rows][width] of float weights, columns [column, column + 16 Wide), over tiles [begin, end).
+// Columns [column, column + 16 Wide) of float weights [Rows][kSpan] times values, over tiles [begin, end) -> sums [Rows],
+// `width` apart.
 template <class Type, int Rows, int Wide, bool Fetch>
-inline void weigh_columns(const typename Type::Input* weights, std::int64_t stride, const SpanTiles& tiles, int begin,
-                          int end, std::int64_t column, std::int64_t width, float* sums) {
+inline void weigh_columns(const typename Type::Input* weights, const SpanTiles& tiles, int begin, int end,
+                          std::int64_t column, std::int64_t width, float* sums) {
   f32x16 total[Rows][Wide];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int n = 0; n < Wide; ++n) total[r][n] = load_f32(sums + r * width + column + 16 * n);
+  start_sums<Type>(total, nullptr, 0);
   constexpr int steps = kTile / Type::value_unit;
 #pragma GCC unroll 1
   for (int i = begin * steps; i < end * steps; ++i) {
     const std::int64_t at = 4 * column + i % steps * 4 * width;
-    weigh_step<Type, Rows, Wide, Fetch>(total, weights + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+    weigh_step<Type, Rows, Wide, Fetch>(total, weights + Type::value_unit * i, kSpan, tiles.values[i / steps] + at,
                                         tiles.values[i / steps + kAhead] + at);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < Wide; ++n) store_f32(sums + r * width + column + 16 * n, total[r][n]);
+    for (int n = 0; n < Wide; ++n) store_f32(sums + r * width + 16 * n, total[r][n]);
 }
 
-// The same with codes: all tiles of the panel at once, because integers become float32 at the end.
+// The same with codes.
 template <class Type, int Rows, int Wide, bool Fetch>
 inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups, const SpanTiles& tiles, int begin,
                                int end, std::int64_t column, std::int64_t width, float* sums) {
@@ -244,7 +242,7 @@ inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups
     const f32x16 scale = set_f32(weights.scales[r * groups + g]), base = set_f32(weights.bases[r * groups + g]);
 #pragma GCC unroll 8
     for (int n = 0; n < Wide; ++n)
-      store_f32(sums + r * width + column + 16 * n, fma(Type::value(total[r][n]), scale, base));
+      store_f32(sums + r * width + 16 * n, fma(Type::value(total[r][n]), scale, base));
   }
 }
 
