@@ -43,24 +43,37 @@ struct Running {
   float most, total;
 };
 
-// The same of one span joins it.
-void merge_span(Running& running, const float* values, float most, float total, std::int64_t width) {
-  if (total == 0.0F) return;  // nothing visible there
-  if (running.total == 0.0F) {
-    std::memcpy(running.values, values, sizeof(float) * static_cast<std::size_t>(width));
-    running.most = most;
-    running.total = total;
-    return;
+// The same of one span, for some queries, joins theirs.
+template <int kMost>
+void merge_span(Running* running, const float* values, const float* most, const float* total, int count,
+                std::int64_t width) {
+  static_assert(kMost % 16 == 0);
+  alignas(64) float old_factors[kMost] = {}, new_factors[kMost] = {};
+  for (int i = 0; i < count; ++i) {
+    const float peak = most[i] > running[i].most ? most[i] : running[i].most;
+    old_factors[i] = running[i].most - peak;
+    new_factors[i] = most[i] - peak;
   }
-  const float peak = most > running.most ? most : running.most;
-  float factors[16] = {running.most - peak, most - peak};
-  store_f32(factors, exp2_f32(load_f32(factors)));
-  const f32x16 old_factor = set_f32(factors[0]), new_factor = set_f32(factors[1]);
-  for (std::int64_t d = 0; d < width; d += 16) {
-    store_f32(running.values + d, fma(load_f32(values + d), new_factor, mul(load_f32(running.values + d), old_factor)));
+  for (int i = 0; i < count; i += 16) {
+    store_f32(old_factors + i, exp2_f32(load_f32(old_factors + i)));
+    store_f32(new_factors + i, exp2_f32(load_f32(new_factors + i)));
   }
-  running.most = peak;
-  running.total = running.total * factors[0] + total * factors[1];
+  for (int i = 0; i < count; ++i, values += width) {
+    Running& result = running[i];
+    if (total[i] == 0.0F) continue;  // nothing visible there
+    if (result.total == 0.0F) {
+      std::memcpy(result.values, values, sizeof(float) * static_cast<std::size_t>(width));
+      result.most = most[i];
+      result.total = total[i];
+      continue;
+    }
+    const f32x16 old_factor = set_f32(old_factors[i]), new_factor = set_f32(new_factors[i]);
+    for (std::int64_t d = 0; d < width; d += 16) {
+      store_f32(result.values + d, fma(load_f32(values + d), new_factor, mul(load_f32(result.values + d), old_factor)));
+    }
+    result.most = most[i] > result.most ? most[i] : result.most;
+    result.total = result.total * old_factors[i] + total[i] * new_factors[i];
+  }
 }
 
 // Adding zero makes a zero positive: whether keys of weight zero were multiplied must not show in its sign.
@@ -85,9 +98,6 @@ inline void with_count(int count, const Body& body) {
 
 // Queries whose weights are kept at a time: enough to share what a tile's reading costs, few enough for the caches.
 constexpr int kPanels = 8, kMostRows = kPanel * kPanels;
-
-// Tiles whose values all panels weigh before the next ones.
-constexpr int kTogether = 4;
 
 // Of one worker.
 template <class Type>
@@ -160,7 +170,7 @@ class HeadTask {
       Running result = {scratch_.running, 0.0F, 0.0F};
       for (std::int64_t span = 0; span < merge.spans; ++span) {
         const float* from = partial(i, span);
-        merge_span(result, from + 16, from[0], from[1], width_);
+        merge_span<16>(&result, from + 16, from, from + 1, 1, width_);
       }
       write_result(result, args_.out + offset(i), size_);
     }
@@ -288,42 +298,45 @@ class HeadTask {
       });
     }
     float most[kMostRows], total[kMostRows];
-    for (int panel = begin; panel < end; ++panel) {
-      const PanelView& seen = views[panel - begin];
-      for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
-        const int row = i - first_query, r = i - queries_.begin(panel);
-        weights_of(tiles, {seen.begin[r], seen.end[r], seen.first, seen.last}, row, most[row], total[row]);
+    const auto for_rows = [&](const auto& body) {
+      for (int panel = begin; panel < end; ++panel) {
+        const PanelView& seen = views[panel - begin];
+        for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
+          const int r = i - queries_.begin(panel);
+          body(i - first_query, Visible{seen.begin[r], seen.end[r], seen.first, seen.last});
+        }
       }
-    }
+    };
+    // One after the other for all rows: each waits for a maximum, and the others go on meanwhile.
+    for_rows([&](int row, const Visible& keys) {
+      most[row] = keys.begin < keys.end ? largest_score(scratch_.scores + row * kSpan, keys) : 0.0F;
+    });
+    for_rows([&](int row, const Visible& keys) { total[row] = weights_of(tiles, keys, row, most[row]); });
     weigh(tiles, first, last, for_panels);
-    for (int i = first_query; i < queries_.begin(end); ++i) {
-      const int row = i - first_query;
-      const float* sums = scratch_.sums + row * width_;
-      if (partials_ == nullptr) {
-        merge_span(scratch_.results[i], sums, most[row], total[row], width_);
-        continue;
-      }
-      float* to = partial(i, span);
+    const int rows = queries_.begin(end) - first_query;
+    if (partials_ == nullptr) {
+      merge_span<kMostRows>(scratch_.results + first_query, scratch_.sums, most, total, rows, width_);
+      return;
+    }
+    for (int row = 0; row < rows; ++row) {
+      float* to = partial(first_query + row, span);
       to[0] = most[row];
       to[1] = total[row];
-      std::memcpy(to + 16, sums, sizeof(float) * static_cast<std::size_t>(width_));
+      std::memcpy(to + 16, scratch_.sums + row * width_, sizeof(float) * static_cast<std::size_t>(width_));
     }
   }
 
-  void weights_of(const SpanTiles& tiles, Visible keys, int row, float& most, float& total) {
+  // Returns the sum of a row's weights.
+  float weights_of(const SpanTiles& tiles, Visible keys, int row, float most) {
     float* scores = scratch_.scores + row * kSpan;
-    most = total = 0.0F;
-    if (keys.begin < keys.end) {
-      total = soften(scores, keys, most);
-    } else {
-      keys.begin = keys.end = 16 * keys.first;
-      for (int i = 16 * keys.first; i < 16 * keys.last; i += 16) store_f32(scores + i, zero_f32());
-    }
+    if (keys.begin >= keys.end) keys.begin = keys.end = 16 * keys.first;
     if constexpr (Type::codes) {
+      const float total = soften<Type>(scores, keys, most, [&](int i, f32x16 x) { store_f32(scores + i, x); });
       quantise_weights(scores, tiles, keys, groups_, weights(row));
+      return total;
     } else {
-      for (int i = 16 * keys.first; i < 16 * keys.last; i += 16)
-        Type::store(scratch_.weights + row * kSpan + i, load_f32(scores + i));
+      typename Type::Input* to = scratch_.weights + row * kSpan;
+      return soften<Type>(scores, keys, most, [&](int i, f32x16 x) { Type::store(to + i, x); });
     }
   }
 
@@ -335,38 +348,30 @@ class HeadTask {
 
   template <class ForPanels>
   void weigh(const SpanTiles& tiles, int first, int last, const ForPanels& for_panels) {
-    const auto columns = [&](int from, int to, const auto& body) {
-      for_columns(width_, [&](std::int64_t column, auto vectors) {
-        for_panels(from, to, [&](int panel, auto count, int row, int tile_begin, int tile_end) {
-          body(panel, column, vectors, count, row, tile_begin, tile_end);
-        });
-      });
-    };
-    if constexpr (Type::codes) {
-      columns(first, last, [&](int panel, std::int64_t column, auto vectors, auto count, int row, int from, int to) {
+    for_columns(width_, [&](std::int64_t column, auto vectors) {
+      for_panels(first, last, [&](int panel, auto count, int row, int from, int to) {
         constexpr int rows = decltype(count)::value, wide = decltype(vectors)::value;
-        float* sums = scratch_.sums + row * width_;
-        panel == 0
-            ? weigh_code_columns<Type, rows, wide, true>(weights(row), groups_, tiles, from, to, column, width_, sums)
-            : weigh_code_columns<Type, rows, wide, false>(weights(row), groups_, tiles, from, to, column, width_, sums);
+        float* sums = scratch_.sums + row * width_ + column;
+        panel == 0 ? weigh_panel<rows, wide, true>(tiles, row, from, to, column, sums)
+                   : weigh_panel<rows, wide, false>(tiles, row, from, to, column, sums);
       });
+    });
+  }
+
+  template <int Rows, int Wide, bool Fetch>
+  void weigh_panel(const SpanTiles& tiles, int row, int from, int to, std::int64_t column, float* sums) {
+    if constexpr (Type::codes) {
+      weigh_code_columns<Type, Rows, Wide, Fetch>(weights(row), groups_, tiles, from, to, column, width_, sums);
     } else {
-      std::memset(scratch_.sums, 0, sizeof(float) * static_cast<std::size_t>(kMostRows * width_));
-      for (int t = first / kTogether * kTogether; t < last; t += kTogether) {
-        columns(t, t + kTogether,
-                [&](int panel, std::int64_t column, auto vectors, auto count, int row, int from, int to) {
-                  constexpr int rows = decltype(count)::value, wide = decltype(vectors)::value;
-                  const auto* x = scratch_.weights + row * kSpan;
-                  float* sums = scratch_.sums + row * width_;
-                  panel == 0 ? weigh_columns<Type, rows, wide, true>(x, kSpan, tiles, from, to, column, width_, sums)
-                             : weigh_columns<Type, rows, wide, false>(x, kSpan, tiles, from, to, column, width_, sums);
-                });
-      }
+      weigh_columns<Type, Rows, Wide, Fetch>(scratch_.weights + row * kSpan, tiles, from, to, column, width_, sums);
     }
   }
 
   void leave_out(std::int64_t span, int first_query, int count) {
-    for (int i = 0; i < count; ++i) partial(first_query + i, span)[1] = 0.0F;
+    for (int i = 0; i < count; ++i) {
+      float* to = partial(first_query + i, span);
+      to[0] = to[1] = 0.0F;
+    }
   }
 
   const Attention& args_;

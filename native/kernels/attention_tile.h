@@ -94,24 +94,37 @@ struct Visible {
   int begin, end, first, last;
 };
 
-// Turns scores (in powers of two) into weights 2^(score - most), in place; returns their sum.
-inline float soften(float* scores, const Visible& keys, float& most) {
+// The largest score of the visible keys; what lies beside them in their tiles becomes minus infinity.
+inline float largest_score(float* scores, const Visible& keys) {
   const int first = keys.begin & ~15, last = (keys.end + 15) & ~15;
   for (int i = first; i < keys.begin; ++i) scores[i] = -kInfinity;
   for (int i = keys.end; i < last; ++i) scores[i] = -kInfinity;
-  f32x16 peak = set_f32(-kInfinity);
-  for (int i = first; i < last; i += 16) peak = max(load_f32(scores + i), peak);
-  most = lane_max(peak);
+  f32x16 even = set_f32(-kInfinity), odd = even;
+  int i = first;
+  for (; i + 32 <= last; i += 32) {
+    even = max(load_f32(scores + i), even);
+    odd = max(load_f32(scores + i + 16), odd);
+  }
+  if (i < last) even = max(load_f32(scores + i), even);
+  return lane_max(max(odd, even));
+}
+
+// Writes weights 2^(score - most) of scores that are in powers of two, to where `store(index, weights)` puts them;
+// returns their sum.
+template <class Type, class Store>
+inline float soften(const float* scores, const Visible& keys, float most, const Store& store) {
+  const int first = keys.begin & ~15, last = (keys.end + 15) & ~15;
   const f32x16 shift = set_f32(most), smallest = set_f32(-126.0F);
   f32x16 sum = zero_f32();
   for (int i = first; i < last; i += 16) {
     const f32x16 x = subtract(load_f32(scores + i), shift);
-    const f32x16 weight = zero_where_less(exp2_f32(x), x, smallest);  // denormals would be slow, and are nothing
-    store_f32(scores + i, weight);
+    const f32x16 power = Type::exact_weights ? exp2_f32(x) : exp2_below_one(x);
+    const f32x16 weight = zero_where_less(power, x, smallest);  // denormals would be slow, and are nothing
+    store(i, weight);
     sum = add(sum, weight);
   }
-  for (int i = 16 * keys.first; i < first; i += 16) store_f32(scores + i, zero_f32());
-  for (int i = last; i < 16 * keys.last; i += 16) store_f32(scores + i, zero_f32());
+  for (int i = 16 * keys.first; i < first; i += 16) store(i, zero_f32());
+  for (int i = last; i < 16 * keys.last; i += 16) store(i, zero_f32());
   return lane_sum(sum);
 }
 
@@ -172,29 +185,27 @@ void quantise_weights(const float* weights, const SpanTiles& tiles, const Visibl
 
 // ------------------------------------------------------------------ weighted values
 
-// sums [Rows][width] of float weights, columns [column, column + 16 Wide), over tiles [begin, end).
+// Columns [column, column + 16 Wide) of float weights [Rows][kSpan] times values, over tiles [begin, end) -> sums [Rows],
+// `width` apart.
 template <class Type, int Rows, int Wide, bool Fetch>
-inline void weigh_columns(const typename Type::Input* weights, std::int64_t stride, const SpanTiles& tiles, int begin,
-                          int end, std::int64_t column, std::int64_t width, float* sums) {
+inline void weigh_columns(const typename Type::Input* weights, const SpanTiles& tiles, int begin, int end,
+                          std::int64_t column, std::int64_t width, float* sums) {
   f32x16 total[Rows][Wide];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int n = 0; n < Wide; ++n) total[r][n] = load_f32(sums + r * width + column + 16 * n);
+  start_sums<Type>(total, nullptr, 0);
   constexpr int steps = kTile / Type::value_unit;
 #pragma GCC unroll 1
   for (int i = begin * steps; i < end * steps; ++i) {
     const std::int64_t at = 4 * column + i % steps * 4 * width;
-    weigh_step<Type, Rows, Wide, Fetch>(total, weights + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+    weigh_step<Type, Rows, Wide, Fetch>(total, weights + Type::value_unit * i, kSpan, tiles.values[i / steps] + at,
                                         tiles.values[i / steps + kAhead] + at);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < Wide; ++n) store_f32(sums + r * width + column + 16 * n, total[r][n]);
+    for (int n = 0; n < Wide; ++n) store_f32(sums + r * width + 16 * n, total[r][n]);
 }
 
-// The same with codes: all tiles of the panel at once, because integers become float32 at the end.
+// The same with codes.
 template <class Type, int Rows, int Wide, bool Fetch>
 inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups, const SpanTiles& tiles, int begin,
                                int end, std::int64_t column, std::int64_t width, float* sums) {
@@ -231,7 +242,7 @@ inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups
     const f32x16 scale = set_f32(weights.scales[r * groups + g]), base = set_f32(weights.bases[r * groups + g]);
 #pragma GCC unroll 8
     for (int n = 0; n < Wide; ++n)
-      store_f32(sums + r * width + column + 16 * n, fma(Type::value(total[r][n]), scale, base));
+      store_f32(sums + r * width + 16 * n, fma(Type::value(total[r][n]), scale, base));
   }
 }
 

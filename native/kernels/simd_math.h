@@ -198,6 +198,19 @@ inline f32x16 exp2_f32(f32x16 x) {
   return scale_by_power(fma(p, f, set_f32(1.0F)), n);
 }
 
+// 2^x for x <= 0, relative error below 3e-6; exactly 1 at 0, anything below 2^-125 where x is below -126, NaN for NaN.
+// The polynomial is the minimax one for (2^f - 1) / f on [-1/2, 1/2].
+inline f32x16 exp2_below_one(f32x16 x) {
+  x = max(set_f32(-127.0F), x);
+  const f32x16 n = round_even(x);
+  const f32x16 f = subtract(x, n);
+  f32x16 p = set_f32(0x1.3a02ccp-7F);
+  p = fma(p, f, set_f32(0x1.c9fc46p-5F));
+  p = fma(p, f, set_f32(0x1.ec0378p-3F));
+  p = fma(p, f, set_f32(0x1.62e12cp-1F));
+  return scale_by_power(fma(p, f, set_f32(1.0F)), n);
+}
+
 // e^x, relative error below 2e-7; exactly 1 at 0, +0 below -104, infinity above 89, NaN for NaN. Argument reduction
 // by a two-part ln 2 whose first part has so few bits that n times it is exact (Cody and Waite, "Software Manual
 // for the Elementary Functions", 1980, chapter 6); minimax polynomial for (e^f - 1 - f) / f^2.
