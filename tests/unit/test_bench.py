@@ -272,7 +272,8 @@ def test_only_when_contested_do_requests_give_way():
 # ---------------------------------------------------------------------- latency
 
 
-def test_fractions_are_rates_over_limits(latency):
+def test_the_fractions_of_one_repeat_are_its_rates_over_the_limits():
+    latency = measure_latency(tiny_config(), prompt_tokens=20, output_tokens=6, batch=2, repeat=1)
     assert latency.bandwidth_fraction == pytest.approx(
         latency.decode_tokens_per_s * latency.weight_bytes_per_token / latency.read_bandwidth_bytes_per_s
     )

@@ -21,8 +21,8 @@ _WARM_UP = [WorkloadRequest(prompt_tokens=16, output_tokens=4)]
 
 @dataclass(frozen=True)
 class Latency:
-    """Medians over the repeats. What the machine can do is measured between them, since on a shared one it changes within
-    minutes, and a repeat is compared with the better of the two measurements around it."""
+    """Medians over the repeats. What the machine can do is measured between them, since on a shared one it changes
+    within minutes, and a repeat is compared with the better of the two measurements around it."""
 
     prefill_tokens_per_s: float
     """All prompt tokens / time until every request has its first token."""
