@@ -50,7 +50,7 @@ def _main(
     config = resolve(fields).config
     with reported_to(json_file) as report:
         profile = profile_step(config, batch=batch, context=context, steps=steps)
-        report.update(asdict(profile), settings=settings_of(config))
+        report.update(asdict(profile), settings=settings_of(config) | {"model": model})
     Console().print(table_of(profile))
 
 

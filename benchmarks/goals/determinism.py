@@ -27,6 +27,7 @@ from ropeway.request import SamplingParams
 from ropeway.settings import resolve
 
 KV_DTYPES = ("bf16", "int8", "int4")
+_BLOCK_SIZE = 16
 _PROMPT, _OUTPUT = (8, 300), (8, 64)
 _ALONE: dict[str, Any] = {
     "max_num_seqs": 1,
@@ -66,12 +67,12 @@ class _Answer:
 def measure(*, requests: int = 24, kv_dtypes: Sequence[str] = KV_DTYPES, model: str | None = None) -> Outcome:
     source, label = (model, model) if model is not None else small_model()
     workload = mixed_workload(requests, prompt_tokens=_PROMPT, output_tokens=_OUTPUT)
-    lengths = [-(-(request.prompt_tokens + request.output_tokens) // 16) for request in workload]
+    lengths = [-(-(request.prompt_tokens + request.output_tokens) // _BLOCK_SIZE) for request in workload]
     scarce = max(max(lengths) + 1, sum(lengths) // 4)
     outcome = Outcome(figures={"model": label, "requests": requests})
     rows: list[list[object]] = []
     for kv_dtype in kv_dtypes:
-        common = {"model": source, "kv_dtype": kv_dtype}
+        common = {"model": source, "kv_dtype": kv_dtype, "block_size": _BLOCK_SIZE}
         expected, _ = _answers(common | _ALONE, workload)
         for name, setting in _settings(scarce).items():
             got, happened = _answers(common | setting, workload, rounds=2 if name == _AGAIN else 1)
