@@ -101,23 +101,41 @@ class SpanReader {
   template <class Element>
   bool copy_values(std::int64_t head, const SpanRange& range, std::int64_t t, std::byte* to) const {
     constexpr std::int64_t unit = 4 / sizeof(Element);
-    constexpr auto infinity = static_cast<Element>(sizeof(Element) == 4 ? 0x7F800000 : 0x7F80);
+    const std::int64_t step = least(unit, cache_.tile_positions), size = cache_.head_dim;
     std::memset(to, 0, static_cast<std::size_t>(layout_.value_bytes));
-    Element top = 0;
-    for (std::int64_t at = most_of(t * kTile, range.begin); at < least((t + 1) * kTile, range.end); ++at) {
-      const std::int64_t place = at % kTile, position = place % cache_.tile_positions;
+    bool finite = true;
+    for (std::int64_t at = t * kTile; at < least((t + 1) * kTile, range.end); at += step) {
+      if (at + step <= range.begin) continue;
       const auto* values = reinterpret_cast<const Element*>(tile_of(head, range, at) + cache_.values);
-      const Element* from = values + value_element(cache_, position, 0);
-      Element* row = reinterpret_cast<Element*>(to) + place / unit * unit * layout_.width + place % unit;
-      const std::int64_t step = least(unit, cache_.tile_positions);
-      for (std::int64_t d = 0; d < cache_.head_dim; ++d) {
-        const Element x = from[d * step];
-        const auto magnitude = static_cast<Element>(x & (infinity | (infinity - 1)));
-        top = magnitude > top ? magnitude : top;
-        row[d * unit] = x;
+      const Element* from = values + value_element(cache_, at % cache_.tile_positions, 0);
+      Element* row = reinterpret_cast<Element*>(to) + at % kTile / unit * unit * layout_.width + at % unit;
+      if (step < unit) {  // blocks of one position
+        for (std::int64_t d = 0; d < size; ++d) {
+          row[d * unit] = from[d];
+          finite = finite && (from[d] & 0x7F80) != 0x7F80;
+        }
+        continue;
       }
+      const std::uint32_t later = at < range.begin ? 0xFFFF0000U : 0xFFFFFFFFU;
+      const std::uint32_t mask = range.end < at + step ? later & 0x0000FFFFU : later;
+      const auto* pairs = reinterpret_cast<const std::uint32_t*>(from);
+      auto* words = reinterpret_cast<std::uint32_t*>(row);
+      for (std::int64_t d = 0; d < size; ++d) words[d] = pairs[d] & mask;
+      finite = all_finite<Element>(words, size) && finite;
     }
-    return top < infinity;
+    return finite;
+  }
+
+  // Of words that hold one number, or two of half the size.
+  template <class Element>
+  static bool all_finite(const std::uint32_t* words, std::int64_t count) {
+    constexpr std::uint32_t low = sizeof(Element) == 4 ? 0 : 0x7FFF, high = 0x7FFFFFFF & ~low;
+    std::uint32_t low_top = 0, top = 0;
+    for (std::int64_t d = 0; d < count; ++d) {
+      low_top = (words[d] & low) > low_top ? words[d] & low : low_top;
+      top = (words[d] & high) > top ? words[d] & high : top;
+    }
+    return low_top < 0x7F80 && top < 0x7F800000;
   }
 
   const KVStorage& cache_;

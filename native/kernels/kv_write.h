@@ -20,19 +20,36 @@ inline void narrow(float x, std::uint16_t& y) {
 
 // ------------------------------------------------------------------ fp32, bf16
 
+inline f32x16 load_some(const float* x, std::int64_t count) {
+  return count >= 16 ? load_f32(x) : load_f32(x, static_cast<int>(count));
+}
+
+// Features that are narrowed at a time, all of them before the first is stored.
+inline constexpr int kNarrowed = 64;
+
+template <class Element>
+inline void narrow_some(const float* x, std::int64_t count, Element (&some)[kNarrowed]) {
+  if (count >= kNarrowed) {
+    for (int i = 0; i < kNarrowed; ++i) narrow(x[i], some[i]);
+  } else {
+    for (int i = 0; i < kNarrowed; ++i) narrow(i < count ? x[i] : 0.0F, some[i]);
+  }
+}
+
 template <class Element, int Unit>
 void write_floats(const KVStorage& cache, std::byte* tile, std::int64_t position, const float* k, const float* v) {
   const std::int64_t size = cache.head_dim, stride = Unit * cache.tile_positions;
-  Element* key = reinterpret_cast<Element*>(tile) + Unit * position;
-  std::int64_t d = 0;
-  for (; d + Unit <= size; d += Unit, key += stride)
-    for (int i = 0; i < Unit; ++i) narrow(k[d + i], key[i]);
-  if (d < size) {  // a rest of the last unit holds zeros
-    for (int i = 0; i < Unit; ++i) narrow(d + i < size ? k[d + i] : 0.0F, key[i]);
-  }
   const std::int64_t unit = least(Unit, cache.tile_positions);
+  Element* key = reinterpret_cast<Element*>(tile) + Unit * position;
   Element* value = reinterpret_cast<Element*>(tile + cache.values) + position / unit * unit * size + position % unit;
-  for (d = 0; d < size; ++d) narrow(v[d], value[d * unit]);
+  for (std::int64_t d = 0; d < size; d += kNarrowed) {
+    const std::int64_t count = least(kNarrowed, size - d);
+    Element keys[kNarrowed], values[kNarrowed];
+    narrow_some(k + d, count, keys);
+    narrow_some(v + d, count, values);
+    for (std::int64_t i = 0; i < count; i += Unit, key += stride) std::memcpy(key, keys + i, Unit * sizeof(Element));
+    for (std::int64_t i = 0; i < count; ++i, value += unit) *value = values[i];
+  }
 }
 
 // ------------------------------------------------------------------ int8, int4
@@ -42,10 +59,6 @@ inline std::uint16_t scale_for(float extent, float limit) {
   std::uint16_t scale = to_half(extent / limit);
   if (from_half(scale) * limit < extent) ++scale;
   return scale >= kHalfInfinity ? kHalfNaN : scale;
-}
-
-inline f32x16 load_some(const float* x, std::int64_t count) {
-  return count >= 16 ? load_f32(x) : load_f32(x, static_cast<int>(count));
 }
 
 // Codes of x [size] and their scale; codes are bytes holding code + 128.
