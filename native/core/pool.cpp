@@ -3,20 +3,13 @@
 #include <algorithm>
 
 #include "core/float_mode.h"
+#include "core/pause.h"
 
 namespace ropeway {
 namespace {
 
 constexpr std::uint64_t most_claims = 0xFFFF;  // of a range
 constexpr int spins = 2000;  // a pause takes 10 to 60 ns: some tens of microseconds
-
-inline void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("isb");
-#endif
-}
 
 }  // namespace
 

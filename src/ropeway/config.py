@@ -37,8 +37,8 @@ class CacheConfig:
     kv_blocks: int | None = None
     """Blocks in the pool; overrides kv_memory."""
     kv_memory: float | None = None
-    """GiB for the pool; default: enough for max_num_seqs sequences of 2,048 tokens (and one of the longest), at most
-    half of the available memory."""
+    """GiB for the pool, on each rank; default: enough for max_num_seqs sequences of 2,048 tokens (and one of the
+    longest), at most half of the available memory."""
     kv_dtype: Literal["auto", "fp32", "bf16", "int8", "int4", "int4-full"] = "auto"
     """Type of stored keys and values. auto: fp32 for float32 models, else bf16; int8: half of bf16's memory; int4: keys
     int8, values in 4 bits; int4-full: both in 4 bits, in blocks of at least 32 tokens, by device reference only.
@@ -46,8 +46,8 @@ class CacheConfig:
     prefix_cache: bool = True
     """Share full blocks between requests with the same prefix."""
     swap_space: float = 0.0
-    """GiB of host memory for copies of blocks: those of swapped requests, and of cached prefixes. On a CPU this is the
-    same memory as the pool's, so by default there is none."""
+    """GiB of host memory, for each rank, for copies of blocks: those of swapped requests, and of cached prefixes. On a
+    CPU this is the same memory as the pool's, so by default there is none."""
     disk_cache: str | None = None
     """Folder that keeps cached prefixes over restarts; needs swap_space, through which its blocks go."""
     disk_space: float = 16.0
@@ -105,7 +105,7 @@ class EngineConfig:
     device: Literal["cpu", "reference"] = "cpu"
     """cpu: native kernels; reference: plain PyTorch, slow and simple."""
     threads: int | None = None
-    """Compute threads; default: the cores this process may use."""
+    """Compute threads of each rank; default: the cores this process may use, shared among the ranks."""
     activations: Literal["int16", "int8"] = "int16"
     """Codes that inputs of products with quantised weights are rounded to. int16: as exact as unrounded inputs, to
     within the tests' bounds; int8: up to 1.8 times as fast for many rows, at a cost in perplexity that
@@ -115,6 +115,46 @@ class EngineConfig:
     late_planning: bool = True
     """With async_scheduling: plan just before the running step is predicted to end, so that an arrival waits for the
     rest of one step, not of two."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """One model on several processes."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer, each a process with its part of the weights and of the KV pool. Must divide the
+    model's attention heads and sizes."""
+    collectives: Literal["auto", "shared", "gloo"] = "auto"
+    """How ranks add up their parts. shared: through memory of the host; gloo: over TCP; auto: shared on one host, gloo
+    across hosts."""
+    micro_batch: Literal["off", "auto", "on"] = "off"
+    """Cut steps in two, so that one half is computed while the ranks add up the other's parts. auto: where that was
+    faster when it was tried at start; on: always. Takes the memory of activations twice."""
+    fused_collectives: bool = False
+    """Compute products whose parts the ranks add up some rows at a time, and add these up while the next are computed.
+    Not together with micro_batch."""
+    nnodes: int = 1
+    """Hosts that the ranks are spread over, equally many on each. The same command runs on all of them, with a
+    node_rank of its own."""
+    node_rank: int = 0
+    """Which of the hosts this is. The first, 0, serves; the others hold ranks."""
+    master_addr: str = "127.0.0.1"
+    """Address of the first host, where the others find it."""
+    master_port: int = 29500
+    """First of three ports there."""
+    network_interface: str | None = None
+    """Of this host, for what ranks tell each other by gloo; default: the one with master_addr's route."""
+    cluster_secret: str | None = None
+    """With several hosts: what they all know and others don't. Encrypts and authenticates plans, not what gloo sends:
+    its network is to be closed to others."""
+    join_timeout_s: float = 120.0
+    """How long the first rank waits for the others at start."""
+
+    @property
+    def ranks_of_node(self) -> range:
+        """The ranks on this host."""
+        count = self.tensor_parallel_size // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
 
 
 @dataclass(frozen=True)
@@ -149,4 +189,5 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

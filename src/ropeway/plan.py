@@ -60,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """int32 [m, 2]: (device block, host block) to copy before anything else."""
     to_device: Ints = msgspec.field(default_factory=lambda: NO_COPIES)
     """int32 [m, 2]: (host block, device block) to copy after that."""
+    cut: int = 0
+    """Where the executor cuts the step's tokens into two micro-batches: [0, cut) and [cut, num_tokens); 0: nowhere."""
 
     @property
     def num_tokens(self) -> int:

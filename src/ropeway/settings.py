@@ -33,7 +33,7 @@ _OTHER_VARIABLES = frozenset({"ROPEWAY_CACHE", "ROPEWAY_PYPI_URL"})
 """Where ``ropeway.loading.sources`` looks for models; not settings of an engine."""
 _POSITIONAL = frozenset({"model"})
 """Given without a flag on the command line."""
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "cluster_secret"})
 """Fields whose values are never printed."""
 
 
@@ -330,6 +330,10 @@ _AT_LEAST: Mapping[str, float] = {
     "max_num_seqs": 1,
     "max_batched_tokens": 1,
     "threads": 1,
+    "tensor_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "master_port": 1,
     "port": 0,
     "management_port": 0,
     "max_queue": 0,
@@ -338,18 +342,30 @@ _AT_LEAST: Mapping[str, float] = {
     "watermark": 0,
     "batch_window_s": 0,
 }
-_ABOVE: Mapping[str, float] = {"kv_memory": 0, "max_body_mb": 0, "disk_space": 0, "admission_quantile": 0, "aging_s": 0}
+_ABOVE: Mapping[str, float] = {
+    "kv_memory": 0,
+    "max_body_mb": 0,
+    "disk_space": 0,
+    "admission_quantile": 0,
+    "aging_s": 0,
+    "join_timeout_s": 0,
+}
 _AT_MOST: Mapping[str, float] = {
     "port": 65535,
     "management_port": 65535,
     "threads": 1024,
+    "tensor_parallel_size": 64,
+    "master_port": 65533,
     "max_body_mb": 65536,
     "watermark": 0.9,
     "admission_quantile": 1,
 }
 _KEY_GROUP = 32
 """Tokens over which kv_dtype int4-full quantises keys."""
-_NOT_EMPTY = ("model", "host", "api_key", "served_model_name", "disk_cache", "length_profile", "tiers")
+_NOT_EMPTY = (
+    *("model", "host", "api_key", "served_model_name", "disk_cache", "length_profile", "tiers"),
+    *("master_addr", "network_interface", "cluster_secret"),
+)
 
 
 def _check_ranges(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
@@ -424,8 +440,29 @@ def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[s
         needs("disk_cache", None, "swap_space", "blocks go to disk through host memory; give swap_space")
     if values["disk_cache"] is not None and not values["prefix_cache"]:
         needs("disk_cache", None, "prefix_cache", "what is kept on disk are cached prefixes")
+    if values["disk_cache"] is not None and values["tensor_parallel_size"] > 1:
+        needs("disk_cache", None, "tensor_parallel_size", "blocks on disk are those of one rank")
+    for name in ("micro_batch", "fused_collectives"):
+        if values[name] not in ("off", False) and values["tensor_parallel_size"] == 1:
+            off = settings()[name].default
+            needs(name, off, "tensor_parallel_size", "one rank has nobody to communicate with")
+    if values["micro_batch"] != "off" and values["fused_collectives"]:
+        clash("micro_batch", "fused_collectives", "both overlap the same communication; give one of them")
     if values["padded_rows"] and values["batching"] == "continuous":
         needs("padded_rows", False, "batching", "only static and dynamic batches have rows to pad")
+
+    if values["tensor_parallel_size"] % values["nnodes"]:
+        clash("tensor_parallel_size", "nnodes", "every host must have the same number of ranks")
+    if values["node_rank"] >= values["nnodes"]:
+        clash("node_rank", "nnodes", "hosts are numbered from 0")
+    if values["nnodes"] > 1 and values["cluster_secret"] is None:
+        raise ConfigError(
+            f"nnodes {values['nnodes']} (from {origins['nnodes']}) needs cluster_secret: what all hosts know, and "
+            "others don't",
+            param="cluster_secret",
+        )
+    if values["nnodes"] > 1 and values["collectives"] == "shared":
+        needs("collectives", "auto", "nnodes", "hosts share no memory")
 
     dtype, size = "kv_dtype", "block_size"
     if values[dtype] == "int4-full" and values[size] < _KEY_GROUP:

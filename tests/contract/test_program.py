@@ -22,7 +22,7 @@ from ropeway.loading.checkpoint import Checkpoint
 from ropeway.loading.open import open_checkpoint
 from ropeway.models.model import Model
 from ropeway.models.registry import load_model
-from ropeway.parallel.communicator import Communicator, SingleProcess
+from ropeway.parallel.communicator import Collectives, SingleProcess
 from tests.support.devices import device
 from tests.support.native import CONTEXTS
 from tests.support.paged import Rows, scattered_blocks
@@ -347,7 +347,7 @@ def test_ranks_replay_their_parts_up_to_each_collective(variant: str) -> None:
     ids = torch.arange(3, 11, dtype=torch.int32)
     path = tiny_checkpoint(variant)
 
-    def work(communicator: Communicator) -> tuple[Tensor, Tensor, int]:
+    def work(communicator: Collectives) -> tuple[Tensor, Tensor, int]:
         from ropeway.devices.cpu.device import CpuDevice
         from ropeway.devices.stream import InlineStream
 

@@ -11,7 +11,7 @@ from ropeway.errors import ConfigError
 from ropeway.loading.open import open_checkpoint
 from ropeway.models.model import Model
 from ropeway.models.registry import load_model
-from ropeway.parallel.communicator import Communicator, SingleProcess
+from ropeway.parallel.communicator import Collectives, SingleProcess
 from tests.support.devices import device
 from tests.support.ranks import run_ranks
 from tests.support.stepper import Stepper
@@ -20,7 +20,7 @@ from tests.support.tiny_models import tiny_checkpoint
 IDS = list(range(3, 60))
 
 
-def load(variant: str, dev: Device, communicator: Communicator) -> Model:
+def load(variant: str, dev: Device, communicator: Collectives) -> Model:
     return load_model(open_checkpoint(tiny_checkpoint(variant)), dev, communicator)
 
 
@@ -34,7 +34,7 @@ def test_ranks_compute_together_what_one_computes_alone(variant: str, size: int)
     alone = load(variant, reference, SingleProcess())
     want = Stepper(alone, reference).prefill(IDS, chunk=20)
 
-    def work(communicator: Communicator) -> tuple[Model, Tensor]:
+    def work(communicator: Collectives) -> tuple[Model, Tensor]:
         model = load(variant, reference, communicator)
         return model, Stepper(model, reference).prefill(IDS, chunk=20)
 

@@ -28,12 +28,12 @@ from ropeway.cache.host import HostTier
 from ropeway.cache.pool import BlockPool
 from ropeway.config import SchedulerConfig
 from ropeway.devices.base import KVDtype
-from ropeway.engine.assembly import step_tokens
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.execution.calibration import calibrate
 from ropeway.execution.disk import DiskStore, Layout
 from ropeway.execution.local import LocalExecutor
+from ropeway.execution.part import step_tokens
 from ropeway.execution.worker import Worker
 from ropeway.loading.open import open_checkpoint
 from ropeway.models.model import Model

@@ -46,9 +46,9 @@ class _LazyEvent(HostEvent):
         self.stream = stream
         self.done = False
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> bool:
         self.stream.run_until(self)
-        super().wait()
+        return super().wait(timeout_s)
 
 
 def new_device(name: str, stream: Stream) -> Device:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ropeway.parallel.communicator import Communicator
+from ropeway.parallel.communicator import Collectives, Product
 
 T = TypeVar("T")
 
@@ -46,8 +46,11 @@ class ThreadCommunicator:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self.group.exchange(self.rank, x), dim)
 
+    def reduce_product(self, product: Product, x: Tensor, features: int) -> Tensor:
+        return self.all_reduce(product(x))
 
-def run_ranks(size: int, work: Callable[[Communicator], T]) -> tuple[list[T], int]:
+
+def run_ranks(size: int, work: Callable[[Collectives], T]) -> tuple[list[T], int]:
     """The results of ``work`` on each rank, and the number of collectives. Raises what a rank raises."""
     group = ThreadGroup(size)
 

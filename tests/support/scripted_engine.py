@@ -231,6 +231,7 @@ class ScriptedEngine:
         self.fail_after: int | None = None
         self.fail_with = Refusal("RopewayError", "scripted failure")
         self.failure: str | None = None
+        self.dead = asyncio.Event()
         self.cached_tokens = 0
         self.preempted: dict[str, int] = {}
         self.logprob = -0.25
@@ -268,8 +269,14 @@ class ScriptedEngine:
         self.live.add(generation)
         return generation
 
+    async def died(self) -> str:
+        await self.dead.wait()
+        assert self.failure is not None
+        return self.failure
+
     def die(self, why: str) -> None:
         self.failure = why
+        self.dead.set()
         for each in list(self.live):
             each.fail(Refusal("EngineDead", why))
 

@@ -65,9 +65,9 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("command", "sections"),
     [
-        ("serve", {"model", "cache", "scheduler", "engine", "server"}),
-        ("generate", {"model", "cache", "scheduler", "engine"}),
-        ("chat", {"model", "cache", "scheduler", "engine"}),
+        ("serve", {"model", "cache", "scheduler", "engine", "parallel", "server"}),
+        ("generate", {"model", "cache", "scheduler", "engine", "parallel"}),
+        ("chat", {"model", "cache", "scheduler", "engine", "parallel"}),
     ],
 )
 def test_a_command_has_a_described_flag_for_every_setting_of_its_sections(command: str, sections: set[str]) -> None:
@@ -244,15 +244,15 @@ def test_doctor_prints_advice_and_rates() -> None:
 
 def test_doctor_names_the_fallback_when_the_native_kernels_do_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     from ropeway.cli import doctor
-    from ropeway.engine import assembly
+    from ropeway.execution import part
 
     def make_device(config: Any) -> Any:
         if config.device == "cpu":
             raise ImportError("no native module")
         return real(config)
 
-    real = assembly.make_device
-    monkeypatch.setattr(assembly, "make_device", make_device)
+    real = part.make_device
+    monkeypatch.setattr(part, "make_device", make_device)
     device, problem = doctor.open_device(1)
     device.close()
     assert device.name == "reference"

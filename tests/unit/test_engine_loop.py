@@ -26,11 +26,11 @@ from ropeway.engine.messages import (
     Submit,
     ToEngine,
     decode_from_engine,
-    encode,
 )
 from ropeway.outcome import StepOutput
 from ropeway.request import FinishReason, SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
+from ropeway.wire import encode
 from tests.support.fake_device import END, FakeDevice
 
 

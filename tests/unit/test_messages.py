@@ -26,11 +26,11 @@ from ropeway.engine.messages import (
     ToEngine,
     decode_from_engine,
     decode_to_engine,
-    encode,
 )
 from ropeway.outcome import Finished, LogprobColumns, Refusal, Started, StepOutput
 from ropeway.request import FinishReason, SamplingParams, Timeline
 from ropeway.tiers import DEFAULT_TIERS
+from ropeway.wire import encode
 
 EVERY_FIELD = SamplingParams(
     n=2,

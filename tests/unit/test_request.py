@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from ropeway.engine.messages import NewRequest, Submit, decode_to_engine, encode
+from ropeway.engine.messages import NewRequest, Submit, decode_to_engine
 from ropeway.errors import InvalidRequest
 from ropeway.request import MAX_STOP_TOKEN_IDS, SamplingParams
+from ropeway.wire import encode
 
 
 def test_a_single_stop_string_is_one_stop_and_lists_are_taken() -> None:

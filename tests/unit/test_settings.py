@@ -295,3 +295,44 @@ def test_a_service_link_of_kubernetes_is_not_taken_for_the_port() -> None:
     resolved = resolve({}, environ={"ROPEWAY_PORT": "tcp://10.0.0.1:8000"})
     assert resolved.config.server.port == 8000
     assert any("ROPEWAY_PORT" in note and "service link" in note for note in resolved.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"tensor_parallel_size": 2, "micro_batch": "on", "fused_collectives": True},
+            r"micro_batch on .*fused_collectives True .*contradict: both overlap the same communication",
+        ),
+        ({"micro_batch": "auto", "tensor_parallel_size": 1}, "one rank has nobody to communicate with"),
+        ({"fused_collectives": True, "tensor_parallel_size": 1}, "one rank has nobody to communicate with"),
+        ({"tensor_parallel_size": 3, "nnodes": 2}, "every host must have the same number of ranks"),
+        ({"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 2, "cluster_secret": "x"}, "numbered from 0"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, r"nnodes 2 .* needs cluster_secret"),
+        (
+            {"tensor_parallel_size": 2, "nnodes": 2, "cluster_secret": "x", "collectives": "shared"},
+            "hosts share no memory",
+        ),
+        ({"tensor_parallel_size": 65}, "must be at most 64"),
+    ],
+)
+def test_settings_of_ranks_that_cannot_be_together_are_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        merged(given)
+
+
+def test_micro_batches_are_off_unless_asked_for():
+    parallel = merged({"tensor_parallel_size": 2}).config.parallel
+    assert (parallel.micro_batch, parallel.fused_collectives) == ("off", False)
+
+
+def test_a_rank_setting_gives_way_to_one_rank_said_with_more_authority(toml):
+    resolved = merged({"tensor_parallel_size": 1}, file=toml('[parallel]\nmicro_batch = "on"\n'))
+    assert resolved.config.parallel.micro_batch == "off"
+    assert "micro_batch changed from on" in resolved.notes[0]
+
+
+def test_the_ranks_of_a_host():
+    several = {"tensor_parallel_size": 6, "nnodes": 3, "cluster_secret": "x"}
+    ranks = [merged(several | {"node_rank": node}).config.parallel.ranks_of_node for node in range(3)]
+    assert ranks == [range(2), range(2, 4), range(4, 6)]

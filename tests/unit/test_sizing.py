@@ -13,8 +13,9 @@ import pytest
 from ropeway.config import CacheConfig, Config, ModelConfig
 from ropeway.devices.base import Device
 from ropeway.devices.memory import Memory
-from ropeway.engine.assembly import assemble, kv_dtype, pool_blocks
+from ropeway.engine.assembly import assemble, pool_blocks
 from ropeway.errors import ConfigError, OutOfMemory
+from ropeway.execution.part import ModelPart, kv_dtype
 from ropeway.llm import LLM
 from ropeway.models.model import Model
 from ropeway.request import SamplingParams
@@ -24,7 +25,6 @@ from tests.support.devices import device
 
 GIB = 1 << 30
 BLOCK_BYTES = 1 << 20
-MODEL = cast(Model, SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=16, dtype="bf16"))
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,14 @@ class SmallDevice:
         return BLOCK_BYTES
 
 
-def blocks(available: int, context: int = 1000, **fields: Any) -> int:
-    config = resolve({"max_num_seqs": 4, **fields}, environ={}, given_as="argument").config
-    return pool_blocks(config, cast(Device, SmallDevice(available)), MODEL, context)
+def blocks(available: int, context: int = 1000, ranks: int = 1, **fields: Any) -> int:
+    part = ModelPart.__new__(ModelPart)
+    part.config = resolve({"max_num_seqs": 4, **fields}, environ={}, given_as="argument").config
+    part.device = cast(Device, SmallDevice(available))
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "bf16"}
+    part.model = cast(Model, SimpleNamespace(spec=SimpleNamespace(context_length=context), **sizes))
+    part.local_ranks = ranks
+    return pool_blocks(part.config, part, part.available())
 
 
 def test_by_default_there_is_room_for_the_batch_at_the_typical_length() -> None:
@@ -54,6 +59,12 @@ def test_by_default_there_is_room_for_the_batch_at_the_typical_length() -> None:
 @pytest.mark.report("vllm-project/vllm#1298")
 def test_by_default_half_of_the_free_memory_is_left_alone() -> None:
     assert blocks(100 * BLOCK_BYTES) == 50
+
+
+def test_ranks_of_one_host_share_its_memory() -> None:
+    assert blocks(100 * BLOCK_BYTES, ranks=2) == 25
+    with pytest.raises(OutOfMemory, match="the largest pool here is 33 blocks"):
+        blocks(100 * BLOCK_BYTES, ranks=3, kv_blocks=34)
 
 
 def test_keys_that_int4_full_keeps_beside_the_pool_are_counted_first() -> None:

@@ -22,9 +22,9 @@ from ropeway.bench.driver import Driver
 from ropeway.bench.traces import Trace
 from ropeway.config import Config, SchedulerConfig
 from ropeway.devices.base import KEY_GROUP, Device, KVDtype, StepShape
-from ropeway.engine.assembly import kv_dtype
 from ropeway.errors import ConfigError
 from ropeway.execution.calibration import calibrate
+from ropeway.execution.part import kv_dtype
 from ropeway.models.model import Model
 from ropeway.simulation.cost_model import CostModel
 from ropeway.simulation.replay import replay

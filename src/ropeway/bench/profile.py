@@ -32,8 +32,8 @@ from ropeway.devices.base import (
     Weight,
 )
 from ropeway.devices.programs import OperationTime, PreparedSample, PreparedStep, Program
-from ropeway.engine.assembly import make_device
 from ropeway.errors import ConfigError
+from ropeway.execution.part import make_device
 from ropeway.models.model import Model
 
 T = TypeVar("T")

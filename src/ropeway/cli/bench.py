@@ -12,6 +12,7 @@ import typer
 
 from ropeway.cli import bench_kv, bench_memory
 from ropeway.cli.bench_fit import fit
+from ropeway.cli.bench_overlap import overlap
 from ropeway.cli.bench_perplexity import perplexity
 from ropeway.cli.bench_startup import startup
 from ropeway.cli.failures import told_plainly
@@ -35,7 +36,7 @@ HtmlFile = Annotated[
 
 @app.command()
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def latency(
     model: Model = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each prompt.")] = 512,
@@ -61,7 +62,7 @@ def latency(
 
 @app.command()
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def throughput(
     model: Model = None,
     workload: Annotated[
@@ -264,5 +265,5 @@ def _overhead_table(runs: list[dict[str, Any]]) -> Any:
     return table
 
 
-for command in (fit, perplexity, bench_kv.kv, bench_memory.preemption, bench_memory.prefix, startup):
+for command in (fit, perplexity, bench_kv.kv, bench_memory.preemption, bench_memory.prefix, startup, overlap):
     app.command()(command)

@@ -15,7 +15,7 @@ from ropeway.cli.terminal import print_table, progress_bar
 
 
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def fit(
     model: Model = None,
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to run.")] = 64,

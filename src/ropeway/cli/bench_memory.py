@@ -56,7 +56,7 @@ def preemption(
 
 
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def prefix(
     model: Model = None,
     prompt_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of each prompt.")] = 1280,

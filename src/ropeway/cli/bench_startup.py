@@ -13,7 +13,7 @@ from ropeway.cli.terminal import JsonFile, print_table, progress_bar
 
 
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def startup(
     model: Model = None,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Starts of each kind; medians are reported.")] = 3,

@@ -27,7 +27,7 @@ _HELP = "/quit ends, /new starts over, Ctrl-C stops an answer"
 
 
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.", show_default=False)] = None,

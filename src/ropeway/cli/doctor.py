@@ -71,7 +71,7 @@ def doctor(
 def open_device(threads: int | None) -> tuple[Device, str | None]:
     """The default device; or, if it can't be had, the portable one, and why."""
     from ropeway.config import EngineConfig
-    from ropeway.engine.assembly import make_device
+    from ropeway.execution.part import make_device
 
     try:
         return make_device(EngineConfig(threads=threads)), None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine")
+@with_settings("model", "cache", "scheduler", "engine", "parallel")
 def generate(
     model: Model = None,
     prompt: Annotated[

@@ -12,7 +12,7 @@ from ropeway.settings import render
 
 
 @told_plainly
-@with_settings("model", "cache", "scheduler", "engine", "server")
+@with_settings("model", "cache", "scheduler", "engine", "parallel", "server")
 def serve(
     model: Model = None,
     config: ConfigFile = None,
@@ -21,12 +21,16 @@ def serve(
     ] = False,
     **flags: Any,
 ) -> None:
-    """Serve a model over HTTP, as the OpenAI API does."""
+    """Serve a model over HTTP, as the OpenAI API does; with --node-rank, hold ranks for the host that serves."""
     log_to_stderr()
     result = resolved(model, config, flags)
     if show_config:
         typer.echo(render(result))
         return
+    if result.config.parallel.node_rank:
+        from ropeway.execution.ranks.node import run_node
+
+        raise typer.Exit(run_node(result.config.parallel))
     from ropeway.engine.spawn import SpawnedEngine
 
     with SpawnedEngine() as spawned:  # before the imports of the server, which take a while

@@ -313,8 +313,8 @@ class Kernels(Protocol):
 class Event(Protocol):
     """Completion of something submitted to a stream."""
 
-    def wait(self) -> None:
-        """Return when done; raise what the work raised."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True when done, False when not by then; raise what the work raised."""
         ...
 
 

@@ -108,12 +108,11 @@ class Handle(_Opaque):
             raise ValueError(f"a handle [rows, {mine}] cannot be viewed as [rows, {wanted}]")
         return as_tensor(Handle(self.recorder, self.value, shape))
 
-    def reduced(self, run: Collective, factor: int = 1) -> Tensor:
-        """The result of a collective over ranks on this handle [rows, n]: [rows, factor * n]."""
-        (size,) = self.sizes
-        out = Value(size * factor)
+    def collective(self, run: Collective, features: int) -> Tensor:
+        """The result [rows, features] of a collective over ranks on this handle."""
+        out = Value(features)
         self.recorder.collective(run, self.value, out)
-        return as_tensor(Handle(self.recorder, out, (self.shape[0], out.features)))
+        return as_tensor(Handle(self.recorder, out, (self.shape[0], features)))
 
 
 def as_tensor(handle: Handle) -> Tensor:

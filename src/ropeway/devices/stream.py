@@ -17,11 +17,13 @@ class HostEvent:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def wait(self) -> None:
-        """Return when the work is done; raise what it raised."""
-        self._done.wait()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True when the work is done, False when it is not by then; raise what it raised."""
+        if not self._done.wait(timeout_s):
+            return False
         if self._error is not None:
             raise self._error
+        return True
 
     def run(self, work: Callable[[], Any]) -> None:
         """Do the work and keep what it raises for ``wait``."""

@@ -1,32 +1,30 @@
-"""From a configuration to a running engine: tiers, checkpoint, device, model, KV pool, host memory, scheduler,
+"""From a configuration to a running engine: tiers, ranks, rank 0's part of the model, KV pool, host memory, scheduler,
 executor; and back."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ropeway.cache.pool import BlockPool
-from ropeway.config import CacheConfig, Config, EngineConfig, SchedulerConfig
-from ropeway.devices.base import KEY_GROUP, Device, KVDtype
+from ropeway.config import Config
+from ropeway.devices.base import Device
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
 from ropeway.engine.messages import EngineInfo
 from ropeway.engine.startup import StartUp
 from ropeway.errors import OutOfMemory
-from ropeway.execution.calibration import calibrate
 from ropeway.execution.calibration import warning as cost_warning
 from ropeway.execution.disk import DiskStore
-from ropeway.execution.local import LocalExecutor
+from ropeway.execution.part import ModelPart
+from ropeway.execution.ranks.leader import Alone, Leader
+from ropeway.execution.sizes import Loaded, PoolSizes
 from ropeway.execution.worker import Worker
-from ropeway.loading.open import open_checkpoint
-from ropeway.models.model import Model
-from ropeway.models.registry import load_model
 from ropeway.outcome import StepOutput
-from ropeway.parallel.communicator import SingleProcess
 from ropeway.scheduling.lengths import LengthProfiles
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.scheduling.tiers_file import tiers_of
@@ -42,9 +40,15 @@ class Assembly:
     engine: Engine
     info: EngineInfo
     worker: Worker
+    """Rank 0's."""
+    ranks: Leader | Alone
     store: DiskStore | None = None
     length_profile: Path | None = None
     """Where observed output lengths are kept."""
+
+    def check(self) -> None:
+        """Raise why the engine cannot go on, if it can't; to be asked while nothing runs, too."""
+        self.ranks.check()
 
     def close(self) -> None:
         """Finish what the device is doing and give it back; keep what is to outlive the process."""
@@ -57,17 +61,6 @@ class Assembly:
                 problem = self.engine.scheduler.lengths.save(self.length_profile, self.info.model)
                 if problem is not None:
                     log.warning("%s", problem)
-
-
-def make_device(config: EngineConfig) -> Device:
-    """The device by name; imported only when chosen."""
-    if config.device == "reference":
-        from ropeway.devices.reference import ReferenceDevice
-
-        return ReferenceDevice(threads=config.threads, activations=config.activations)
-    from ropeway.devices.cpu.device import CpuDevice
-
-    return CpuDevice(threads=config.threads, activations=config.activations)
 
 
 def assemble(
@@ -91,63 +84,35 @@ def assemble(
     began = time.monotonic()
     startup = startup or StartUp()
     tiers = tiers_of(config.scheduler)
-    checkpoint = open_checkpoint(path)
-    device = device or make_device(config.engine)
-    try:
-        if config.cache.kv_dtype != "auto":  # refused before the weights are read, if at all
-            device.kv_block_bytes(1, 1, 2, config.cache.block_size, config.cache.kv_dtype)
-        model = load_model(
-            checkpoint,
-            device,
-            SingleProcess(),
-            dtype=config.model.dtype,
-            weights=config.model.weights,
-            max_model_len=config.model.max_model_len,
-            progress=progress,
-        )
-        checkpoint.close()
+    with ExitStack() as undo:
+        ranks = Leader(config, path) if config.parallel.tensor_parallel_size > 1 else Alone()
+        undo.callback(ranks.close)
+        part = ModelPart(config, path, ranks.gather(), device=device, local_ranks=ranks.local_ranks, progress=progress)
+        undo.pop_all()
+        undo.callback(part.device.close)
+        undo.callback(ranks.close)  # first: the device may wait for another rank
+        parts = ranks.loaded(part)
         startup.ended("weights")
-        context = config.model.max_model_len or model.spec.context_length
-        num_blocks = pool_blocks(config, device, model, context)
-        block_size = config.cache.block_size
-        if context > num_blocks * block_size:
-            log.warning(
-                "max_model_len lowered from %d to %d, what the KV pool of %d blocks holds",
-                context,
-                num_blocks * block_size,
-                num_blocks,
-            )
-            context = num_blocks * block_size
-        vocab = model.vocab_size if vocab_size is None else min(vocab_size, model.vocab_size)
-        kept = kv_dtype(config.cache, model)
-        calibration = calibrate(model, device, kept, context)
-        sizes = (model.num_kv_heads, model.head_dim, block_size, kept)
-        pool = device.kv_cache(model.num_layers, num_blocks, *sizes, calibration.key_factors)
+        sizes = pool_sizes(config, part, parts, vocab_size)
+        ranks.make_pools(sizes)
+        pool, cost = part.make_pool(sizes)
         memory = make_host_memory(
             config,
-            device,
-            model,
+            part.device,
+            part.model,
             path=path,
-            model_config=checkpoint.config,
-            kv_dtype=kept,
+            model_config=part.model_config,
+            kv_dtype=part.kv_dtype,
             pool=pool,
+            local_ranks=ranks.local_ranks,
         )
-        worker = Worker(
-            device,
-            model,
-            pool,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_step_tokens=step_tokens(config.scheduler, context),
-            max_model_len=context,
-            vocab_size=vocab,
-            host=memory.blocks,
-        )
+        ranks.make_workers(0 if memory.blocks is None else len(memory.blocks))
+        worker = part.make_worker(sizes, pool, memory.blocks)
+        executor = ranks.executor(worker, sizes)
         startup.ended("kv_pool")
-    except BaseException:
-        device.close()
-        raise
+        undo.pop_all()
     warnings = memory.warnings
-    if (costly := cost_warning(kept, calibration.cost)) is not None:
+    if (costly := cost_warning(part.kv_dtype, cost)) is not None:
         warnings.append(costly)
     lengths, profile = LengthProfiles(), _profile_path(config)
     if profile is not None and (problem := lengths.load(profile, config.model.model)) is not None:
@@ -158,35 +123,35 @@ def assemble(
     engine = Engine(
         Scheduler(
             config.scheduler,
-            BlockPool(num_blocks, block_size),
-            context,
+            BlockPool(sizes.num_blocks, config.cache.block_size),
+            sizes.max_model_len,
             tiers=tiers,
             host=memory.tier,
             lengths=lengths,
-            block_bytes=pool.nbytes // num_blocks,
+            block_bytes=pool.nbytes // sizes.num_blocks,
         ),
-        LocalExecutor(worker),
+        executor,
         outbox,
-        max_model_len=context,
-        end_ids=tuple(dict.fromkeys((*model.spec.eos_ids, *end_ids))),
+        max_model_len=sizes.max_model_len,
+        end_ids=tuple(dict.fromkeys((*part.model.spec.eos_ids, *end_ids))),
         prefix_cache=config.cache.prefix_cache,
     )
     startup.ended("scheduler")
     info = EngineInfo(
         model=config.model.model,
-        vocab_size=vocab,
-        max_model_len=context,
-        num_blocks=num_blocks,
-        block_size=block_size,
+        vocab_size=sizes.vocab_size,
+        max_model_len=sizes.max_model_len,
+        num_blocks=sizes.num_blocks,
+        block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         load_s=time.monotonic() - began,
-        weight_bytes=model.weight_bytes,
-        kv_pool_bytes=pool.nbytes,
+        weight_bytes=sum(each.weight_bytes for each in parts),
+        kv_pool_bytes=pool.nbytes * ranks.size,
         startup=startup.parts,
         tiers=list(tiers),
         warnings=warnings,
     )
-    return Assembly(engine, info, worker, memory.store, profile)
+    return Assembly(engine, info, worker, ranks, memory.store, profile)
 
 
 def _profile_path(config: Config) -> Path | None:
@@ -194,34 +159,52 @@ def _profile_path(config: Config) -> Path | None:
     return None if name is None else Path(name)
 
 
-def kv_dtype(config: CacheConfig, model: Model) -> KVDtype:
-    if config.kv_dtype != "auto":
-        return config.kv_dtype
-    return "fp32" if model.dtype == "fp32" else "bf16"
+def pool_sizes(config: Config, part: ModelPart, parts: Sequence[Loaded], vocab_size: int | None) -> PoolSizes:
+    """For all ranks: what the one with the least memory can have. Raises ``OutOfMemory``."""
+    available = min(each.available for each in parts)
+    second = max(each.second_activations for each in parts)
+    micro_batches = part.micro_batches
+    try:
+        num_blocks = pool_blocks(config, part, available - second)
+    except OutOfMemory as error:
+        if not micro_batches:
+            raise
+        if config.parallel.micro_batch == "on":
+            raise OutOfMemory(
+                f"{error.message}; micro_batch takes {second / GIB:.2f} GiB of it for a second set of activations",
+                param=error.param,
+            ) from error
+        micro_batches = False
+        num_blocks = pool_blocks(config, part, available)
+    if micro_batches:
+        log.info("micro-batches: a second set of activations takes up to %.2f GiB on each rank", second / GIB)
+    elif part.micro_batches:
+        log.warning("micro_batch is off: there is no room for a second set of activations (%.2f GiB)", second / GIB)
+    block_size, context = config.cache.block_size, part.context
+    if context > num_blocks * block_size:
+        log.warning(
+            "max_model_len lowered from %d to %d, what the KV pool of %d blocks holds",
+            context,
+            num_blocks * block_size,
+            num_blocks,
+        )
+        context = num_blocks * block_size
+    vocab = part.model.vocab_size
+    return PoolSizes(
+        num_blocks=num_blocks,
+        max_model_len=context,
+        vocab_size=vocab if vocab_size is None else min(vocab_size, vocab),
+        micro_batches=micro_batches,
+    )
 
 
-def step_tokens(config: SchedulerConfig, context: int) -> int:
-    """The most tokens of a step. Without chunked prefill, a prompt that exceeds the budget goes whole, beside the
-    others' tokens."""
-    return config.max_batched_tokens + (0 if config.chunked_prefill else context)
-
-
-def _beside_the_pool(config: Config, model: Model) -> int:
-    """Bytes that ``int4-full`` keeps outside of blocks: in bfloat16, the keys of every sequence's last group."""
-    if config.cache.kv_dtype != "int4-full":
-        return 0
-    return 2 * KEY_GROUP * model.num_layers * model.num_kv_heads * model.head_dim * config.scheduler.max_num_seqs
-
-
-def pool_blocks(config: Config, device: Device, model: Model, context: int) -> int:
-    """Blocks of the KV pool: as configured, else enough for the batch within half of the free memory.
+def pool_blocks(config: Config, part: ModelPart, available: int) -> int:
+    """Blocks of every rank's KV pool: as configured, else enough for the batch within half of the ``available`` bytes.
 
     Raises ``OutOfMemory`` naming what is needed, what there is and what would fit."""
     cache = config.cache
-    block_bytes = device.kv_block_bytes(
-        model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype(cache, model)
-    )
-    available = max(device.memory().available - _beside_the_pool(config, model), 0)
+    block_bytes, context = part.block_bytes, part.context
+    available = max(available, 0)
     largest = available // block_bytes
     if cache.kv_blocks is not None:
         blocks = cache.kv_blocks

@@ -13,10 +13,7 @@ import contextlib
 import gc
 import importlib
 import logging
-import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -36,11 +33,12 @@ from ropeway.engine.messages import (
     Start,
     Submit,
     decode_to_engine,
-    encode,
 )
 from ropeway.engine.startup import StartUp, process_began_s
 from ropeway.errors import RopewayError
+from ropeway.lifeline import hold_to_parent
 from ropeway.outcome import StepOutput
+from ropeway.wire import encode
 
 _REPORT_S = 0.05
 """Least time between two reports of gauges while busy."""
@@ -80,15 +78,16 @@ class EngineLoop:
         gc.freeze()
         self.send(assembly.info)
         try:
-            self.turn(engine, start.config.engine)
+            self.turn(engine, start.config.engine, assembly.check)
         finally:
             assembly.close()
 
-    def turn(self, engine: Engine, config: EngineConfig) -> None:
-        """Receive and step until told to shut down."""
+    def turn(self, engine: Engine, config: EngineConfig, check: Callable[[], None] = lambda: None) -> None:
+        """Receive and step until told to shut down; or until ``check`` raises, which is asked at every turn."""
         ahead = int(config.async_scheduling)
         stalled = False
         while self._receive(engine, patient=stalled or config.late_planning, stalled=stalled):
+            check()
             if engine.has_work:
                 steps, self._published = engine.steps, False
                 engine.step(ahead)
@@ -160,18 +159,9 @@ def _progress_line(model: str) -> Callable[[int, int], None] | None:
     return show
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
-
-
 def main() -> int:
-    # The parent decides when to end: a Ctrl-C on the terminal reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hold_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     startup = StartUp(process_began_s())
     startup.ended("python")
     # Before the first message: the parent has its own imports to do meanwhile. What fails is told when it is needed.

@@ -110,6 +110,10 @@ class AsyncEngine(Protocol):
         """Why the engine is dead or does not answer; None: it lives."""
         ...
 
+    async def died(self) -> str:
+        """Return why when the engine has ended for good, and not because it was closed."""
+        ...
+
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions = RequestOptions()
     ) -> Generation:

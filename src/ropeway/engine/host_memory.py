@@ -49,9 +49,11 @@ def make_host_memory(
     model_config: Mapping[str, Any],
     kv_dtype: KVDtype,
     pool: KVCache,
+    local_ranks: int = 1,
 ) -> HostMemory:
     """Host memory as configured. ``path`` and ``model_config`` (as ``config.json``) say whose keys and values a folder
-    on disk holds; ``pool`` is the KV pool, of type ``kv_dtype``, which need not have been written to yet."""
+    on disk holds; ``pool`` is the KV pool, of type ``kv_dtype``, which need not have been written to yet.
+    ``local_ranks``: how many on this host have a pool and swap space of this size."""
     cache = config.cache
     memory = HostMemory()
     if not cache.swap_space:
@@ -60,7 +62,7 @@ def make_host_memory(
         model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype
     )
     try:
-        memory.blocks = _host_blocks(device, cache.swap_space, block_bytes, pool.nbytes)
+        memory.blocks = _host_blocks(device, cache.swap_space, block_bytes, pool.nbytes, local_ranks)
     except OutOfMemory as error:
         what = "swap_space" if cache.disk_cache is None else "swap_space, and so no disk_cache"
         memory.warnings.append(f"there is no {what}: {error.message}")
@@ -76,7 +78,7 @@ def make_host_memory(
     return memory
 
 
-def _host_blocks(device: Device, swap_space: float, block_bytes: int, pool_bytes: int) -> NDArray[np.uint8]:
+def _host_blocks(device: Device, swap_space: float, block_bytes: int, pool_bytes: int, ranks: int) -> NDArray[np.uint8]:
     """Raises ``OutOfMemory``."""
     count = int(swap_space * GIB) // block_bytes
     if count < 1:
@@ -86,7 +88,7 @@ def _host_blocks(device: Device, swap_space: float, block_bytes: int, pool_bytes
             param="swap_space",
         )
     # The pool lies in the same memory, and as long as nobody has written to it, it still counts as available.
-    left = host_memory().available - pool_bytes
+    left = host_memory().available // ranks - pool_bytes
     if count * block_bytes > left:
         largest = max(left, 0) // block_bytes
         raise OutOfMemory(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ropeway.config import Config
 from ropeway.outcome import StepOutput
 from ropeway.request import SamplingParams, Timeline
 from ropeway.tiers import Tier
+from ropeway.wire import decoder
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,29 +172,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 FromEngine = StepOutput | Stats | EngineInfo | Explained | Failed
 
 
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.shape, value.tobytes())
-    raise TypeError(f"{type(value).__name__} cannot be sent")
-
-
-def _decode_array(kind: type, value: Any) -> NDArray[Any]:
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_array)
-_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_array)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
+_to_engine = decoder(ToEngine)
+_from_engine = decoder(FromEngine)
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
+    return cast(ToEngine, _to_engine.decode(data))
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+    return cast(FromEngine, _from_engine.decode(data))

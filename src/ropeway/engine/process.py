@@ -37,7 +37,6 @@ from ropeway.engine.messages import (
     Stats,
     Submit,
     decode_from_engine,
-    encode,
 )
 from ropeway.engine.spawn import SpawnedEngine
 from ropeway.engine.submission import Submitter
@@ -47,6 +46,7 @@ from ropeway.outcome import Finished, Refusal, StepOutput
 from ropeway.request import FinishReason, SamplingParams, Timeline
 from ropeway.scheduling.tiers_file import tiers_of
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.wire import encode
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class EngineProcess:
         """Who takes the next ``Explained``, and those after it."""
         self._submitter: Submitter
         self._failure: str | None = None
+        self._dead = asyncio.Event()
         self._heard_s = time.monotonic()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -104,6 +105,12 @@ class EngineProcess:
         busy = self.stats.running + self.stats.waiting > 0
         if self._failure is None and silence > (_BUSY_SILENCE_S if busy else _IDLE_SILENCE_S):
             return f"the engine process has not answered for {silence:.0f} s"
+        return self._failure
+
+    async def died(self) -> str:
+        """See ``AsyncEngine.died``."""
+        await self._dead.wait()
+        assert self._failure is not None
         return self._failure
 
     async def start(self, start: Start) -> None:
@@ -283,6 +290,7 @@ class EngineProcess:
     def _fail(self, why: str) -> None:
         """Every reader gets an error; nothing more is accepted."""
         self._failure = self._failure or why
+        self._dead.set()
         refusal = Refusal("EngineDead", f"the engine failed: {self._failure}")
         for request_id, generation, completion in self._router.owners():
             self._router.drop(request_id)

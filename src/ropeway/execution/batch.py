@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -49,3 +50,25 @@ def build_batch(plan: Plan, rows: Rows, device: Device, block_size: int) -> Batc
     )
     last = query_start[1:][plan.samples] - 1
     return Batch(up(slot_of), shape, up(last), plan.slot[plan.samples], end[plan.samples])
+
+
+def cut_plan(plan: Plan, cut: int) -> tuple[Plan, Plan]:
+    """The plan's first ``cut`` tokens, 0 < cut < plan.num_tokens, and the others. A row may be cut in two: its second
+    part sees the first as tokens before it."""
+    end = np.cumsum(plan.count)
+    row = int(np.searchsorted(end, cut, side="right"))
+    done = cut - int(end[row] - plan.count[row])
+    """Tokens of that row in the first part."""
+    last = row + (done > 0)
+    count = plan.count[:last].copy()
+    samples = plan.samples[:last].copy()
+    if done:
+        count[row], samples[row] = done, False
+    rest_start, rest_count = plan.start[row:].copy(), plan.count[row:].copy()
+    rest_start[0] += done
+    rest_count[0] -= done
+    replace = msgspec.structs.replace
+    return (
+        replace(plan, slot=plan.slot[:last], start=plan.start[:last], count=count, samples=samples, cut=0),
+        replace(plan, slot=plan.slot[row:], start=rest_start, count=rest_count, samples=plan.samples[row:], cut=0),
+    )

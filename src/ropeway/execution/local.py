@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ropeway.devices.base import Event
 from ropeway.execution.worker import Worker
 from ropeway.plan import Plan, Result
+
+_CHECK_S = 0.1
 
 
 class LocalWork:
@@ -21,11 +25,14 @@ class LocalWork:
         self._step.prepare_sampling()
         self._sample = self._stream.submit(self._step.sample)
 
-    def result(self) -> Result:
+    def result(self, check: Callable[[], None] | None = None) -> Result:
+        """``check`` is called now and then while this waits, and may raise to end that."""
         if self._sample is None:
             raise RuntimeError("the step has not been sampled")
-        self._forward.wait()
-        self._sample.wait()
+        for event in (self._forward, self._sample):
+            while not event.wait(None if check is None else _CHECK_S):
+                assert check is not None
+                check()
         return self._step.result()
 
 
@@ -39,4 +46,4 @@ class LocalExecutor:
         return LocalWork(self.worker, plan)
 
     def close(self) -> None:
-        self.worker.device.close()
+        self.worker.close()

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ropeway.devices.base import AttentionPlan, Device, KVCache, Sampled, SampleInputs
 from ropeway.devices.programs import PreparedSample, PreparedStep, Program, ProgramInput
-from ropeway.execution.batch import Batch, build_batch
+from ropeway.execution.batch import Batch, build_batch, cut_plan
 from ropeway.execution.rows import Rows
 from ropeway.models.model import Model
 from ropeway.outcome import LogprobColumns
+from ropeway.parallel.communicator import Communicator, SingleProcess
+from ropeway.parallel.overlap import Overlapping
 from ropeway.plan import Plan, Result
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -40,24 +42,29 @@ class Worker:
         max_model_len: int,
         vocab_size: int,
         host: NDArray[np.uint8] | None = None,
+        communicator: Communicator = SingleProcess(),
+        micro_batches: bool = False,
     ) -> None:
         """``vocab_size``: ids from here on are never sampled, though the model may have logits for them. ``host``:
-        uint8 [host blocks, block bytes], where plans copy blocks to and from. Raises ``OutOfMemory`` where there is no
-        room for the activations of ``max_step_tokens``."""
+        uint8 [host blocks, block bytes], where plans copy blocks to and from. ``communicator``: the model's.
+        ``micro_batches``: whether plans may be cut in two, which takes activations twice and a communicator that
+        overlaps. Raises ``OutOfMemory`` where there is no room for the activations of ``max_step_tokens``."""
         self.device = device
         self.model = model
         self.cache = cache
         self.vocab_size = vocab_size
         self.host = host
+        self.communicator = communicator
         self.rows = Rows(device, max_num_seqs, max_model_len, cache.block_size)
-        self.forward_program = device.capture(
-            lambda ids, positions, plan: model.forward(ids, positions, cache, plan),
-            (_INTS, _INTS),
-            max_step_tokens,
-        )
+        self.forward_program = capture_forward(device, model, cache, max_step_tokens)
         self.logits_program = device.capture(
             lambda hidden, _: model.logits(hidden), (ProgramInput(model.spec.hidden_size),), max_num_seqs
         )
+
+        self._fused_blocks = communicator.fused_blocks if isinstance(communicator, Overlapping) else 0
+        self._second_arena: Tensor | None = None
+        if micro_batches and self.forward_program is not None:
+            self._second_arena = self.forward_program.arena()
 
     @property
     def programs(self) -> list[Program]:
@@ -69,8 +76,14 @@ class Worker:
         self.rows.apply(plan)
         if not len(plan.slot):
             return Step(self, plan, None, None)
-        batch = build_batch(plan, self.rows, self.device, self.cache.block_size)
+        batch = self._batch(plan)
+        if plan.cut:
+            first, second = cut_plan(plan, plan.cut)
+            return Step(self, plan, batch, None, (self._batch(first), self._batch(second)))
         return Step(self, plan, batch, self._prepare(batch))
+
+    def _batch(self, plan: Plan) -> Batch:
+        return build_batch(plan, self.rows, self.device, self.cache.block_size)
 
     def _prepare(self, batch: Batch) -> PreparedStep | None:
         forward, logits = self.forward_program, self.logits_program
@@ -80,6 +93,17 @@ class Worker:
         return self.device.prepare_step(
             forward, logits, self.cache, tokens, batch.slot_of_token, batch.shape, batch.sampled
         )
+
+    def close(self) -> None:
+        """Finish what the device is doing and give it back."""
+        self.device.close()
+        if isinstance(self.communicator, Overlapping):
+            self.communicator.close()
+
+    def fuse(self, on: bool) -> None:
+        """Fuse collectives with products, where that was configured, from the next step on; on the device's stream."""
+        if isinstance(self.communicator, Overlapping):
+            self.communicator.fused_blocks = self._fused_blocks if on else 0
 
     def copy(self, plan: Plan) -> None:
         """Copy the plan's blocks, to the host first. Raises ``RuntimeError`` for copies without host memory."""
@@ -96,12 +120,27 @@ class Worker:
     def compute(self, batch: Batch) -> Tensor | None:
         """Keys and values of all positions, and the logits of the sampling rows, if there are any: float32
         [s, vocabulary], valid until the next step."""
-        hidden = self._hidden(batch)
-        if not len(batch.slots):
-            return None
-        if len(batch.slots) != len(hidden):
-            hidden = self.device.kernels.take(hidden, batch.sampled)
-        return self._logits(hidden)[:, : self.vocab_size]
+        hidden = self._sampled_rows(batch, self._hidden(batch))
+        return self._logits(hidden)[:, : self.vocab_size] if len(hidden) else None
+
+    @torch.inference_mode()
+    def compute_both(self, first: Batch, second: Batch) -> Tensor | None:
+        """The same of two micro-batches, of which the first's tokens come before the second's. They are joined before
+        the final norm."""
+        assert isinstance(self.communicator, Overlapping)
+        hidden = torch.cat(
+            self.communicator.both(
+                lambda: self._sampled_rows(first, self._hidden(first)),
+                lambda: self._sampled_rows(second, self._hidden(second, self._second_arena)),
+            )
+        )
+        return self._logits(hidden)[:, : self.vocab_size] if len(hidden) else None
+
+    def _sampled_rows(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Of the hidden states of a batch's tokens, those that are sampled."""
+        if len(batch.slots) == len(hidden):
+            return hidden
+        return self.device.kernels.take(hidden, batch.sampled)
 
     @torch.inference_mode()
     def hidden_states(self, plan: Plan) -> Tensor:
@@ -109,13 +148,13 @@ class Worker:
         valid until the next one. For measuring: a step that is sampled keeps those of its sampling rows alone."""
         self.rows.apply(plan)
         self.rows.write_prompts(plan.seats)
-        return self._hidden(build_batch(plan, self.rows, self.device, self.cache.block_size))
+        return self._hidden(self._batch(plan))
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: Batch, arena: Tensor | None = None) -> Tensor:
         kernels = self.device.kernels
         plan = kernels.plan_attention(self.cache, batch.shape)
         ids = kernels.read_tokens(self.rows.tokens, batch.slot_of_token, batch.shape.positions)
-        return self._forward(ids, batch.shape.positions, plan)
+        return self._forward(ids, batch.shape.positions, plan, arena)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
@@ -125,9 +164,9 @@ class Worker:
         kernels.write_tokens(self.rows.tokens, inputs.slots, inputs.lengths, sampled.token_ids)
         return sampled
 
-    def _forward(self, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, plan: AttentionPlan, arena: Tensor | None) -> Tensor:
         if self.forward_program is not None:
-            return self.forward_program.run(ids, positions, plan=plan)
+            return self.forward_program.run(ids, positions, plan=plan, arena=arena)
         return self.model.forward(ids, positions, self.cache, plan)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -136,12 +175,27 @@ class Worker:
         return self.model.logits(hidden)
 
 
+def capture_forward(device: Device, model: Model, cache: KVCache, max_step_tokens: int) -> Program | None:
+    """See ``Device.capture``."""
+    return device.capture(
+        lambda ids, positions, plan: model.forward(ids, positions, cache, plan), (_INTS, _INTS), max_step_tokens
+    )
+
+
 class Step:
     """One plan on its way. ``forward`` and ``sample`` run on the device's stream, in plan order, each once; the others
     where the step is submitted."""
 
-    def __init__(self, worker: Worker, plan: Plan, batch: Batch | None, prepared: PreparedStep | None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        batch: Batch | None,
+        prepared: PreparedStep | None,
+        micro_batches: tuple[Batch, Batch] | None = None,
+    ) -> None:
         self.plan = plan
+        self._micro_batches = micro_batches
         self._worker = worker
         self._batch = batch
         self._prepared = prepared
@@ -160,6 +214,8 @@ class Step:
         if self._prepared is not None:
             self._prepared.run()
             self._logits = self._prepared.logits
+        elif self._micro_batches is not None:
+            self._logits = self._worker.compute_both(*self._micro_batches)
         elif self._batch is not None:
             self._logits = self._worker.compute(self._batch)
         self._copy_s, self._device_s = copied - began, time.perf_counter() - copied
@@ -184,8 +240,20 @@ class Step:
             self._sampled = self._prepared_sample.sampled
         else:
             self._sampled = self._worker.sample(logits, inputs)
+        self._worker.communicator.broadcast(self._sampled.token_ids)
         self._logits = None
         self._device_s += time.perf_counter() - began
+
+    def follow(self) -> None:
+        """Instead of ``sample`` on other ranks than 0: append to their rows the tokens that one chooses."""
+        batch = self._batch
+        if batch is None or not len(batch.slots):
+            return
+        worker = self._worker
+        up = worker.device.upload
+        token_ids = up(np.empty(len(batch.slots), dtype=np.int32))
+        worker.communicator.broadcast(token_ids)
+        worker.device.kernels.write_tokens(worker.rows.tokens, up(batch.slots), up(batch.lengths), token_ids)
 
     def result(self) -> Result:
         """What was sampled, on the host; after ``sample``."""

@@ -37,9 +37,13 @@ class ReducedLinear:
         self._weight = weights.matrix(f"{name}.weight", n, k, weights.columns())
         vector = weights.vector(f"{name}.bias", n) if bias else None
         self._bias = vector if weights.communicator.rank == 0 else None
+        self._features = n
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._communicator.all_reduce(self._kernels.linear(x, self._weight, self._bias))
+        return self._communicator.reduce_product(self._product, x, self._features)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, self._weight, self._bias)
 
 
 class Embedding:

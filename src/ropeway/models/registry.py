@@ -17,7 +17,7 @@ from ropeway.models.qwen3 import Qwen3
 from ropeway.models.rope import rope_table
 from ropeway.models.spec import DecoderSpec
 from ropeway.models.weights import Dtype, OnLoad, Progress, Weights
-from ropeway.parallel.communicator import Communicator
+from ropeway.parallel.communicator import Collectives
 
 
 class _ModelClass(Protocol):
@@ -54,17 +54,19 @@ def read_spec(checkpoint: Checkpoint) -> DecoderSpec:
 def load_model(
     checkpoint: Checkpoint,
     device: Device,
-    communicator: Communicator,
+    communicator: Collectives,
     *,
     dtype: Dtype = "auto",
     weights: OnLoad = "auto",
     max_model_len: int | None = None,
+    fused: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """This rank's part of a checkpoint's model, packed for ``device``.
 
     ``dtype`` converts unquantised matrices, ``weights`` quantises them (and goes before ``dtype``); ``max_model_len``
-    (default: the model's context) is how many positions can be computed; ``progress`` is called with parameters done
+    (default: the model's context) is how many positions can be computed; ``fused``: products and the sums over their
+    parts on other ranks are one operation (``Collectives.reduce_product``); ``progress`` is called with parameters done
     and in all. Raises ``LoadError``, ``Unsupported`` for a setting or architecture by name, ``ConfigError`` for an
     impossible split or length, or weights that cannot be had.
     """
@@ -76,7 +78,7 @@ def load_model(
             param="max_model_len",
         )
     table = device.upload(rope_table(spec.rope, spec.head_dim, positions).numpy())
-    source = Weights(checkpoint, device, communicator, dtype=dtype, on_load=weights, progress=progress)
+    source = Weights(checkpoint, device, communicator, dtype=dtype, on_load=weights, fused=fused, progress=progress)
     model = ARCHITECTURES[spec.architecture](spec, source, table)
     source.finish()
     return model

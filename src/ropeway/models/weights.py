@@ -27,7 +27,7 @@ from ropeway.devices.base import (
 )
 from ropeway.errors import ConfigError, LoadError, Unsupported
 from ropeway.loading.checkpoint import Checkpoint
-from ropeway.parallel.communicator import Communicator, Recordable
+from ropeway.parallel.communicator import Collectives, Recordable
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,17 @@ class Weights:
         self,
         checkpoint: Checkpoint,
         device: Device,
-        communicator: Communicator,
+        communicator: Collectives,
         *,
         dtype: Dtype = "auto",
         on_load: OnLoad = "auto",
+        fused: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """``dtype``: what unquantised matrices are converted to; auto leaves each as the file has it. ``on_load``,
-        unless it is auto, goes before ``dtype``."""
+        unless it is auto, goes before ``dtype``. ``fused``: products and their sums over ranks are one operation."""
         self.device = device
-        self.communicator: Communicator = Recordable(communicator)
+        self.communicator: Collectives = Recordable(communicator, fused=fused)
         self.nbytes = 0
         """Packed size of everything taken so far."""
         self._layouts: Counter[Layout] = Counter()

@@ -3,6 +3,7 @@
 Ports are bound before the model is loaded, so that one in use is told at once. The management listener answers from
 then on (healthy, not ready), the API once the engine is there. The first SIGTERM or SIGINT closes the door: readiness
 and new requests get 503, running ones have ``drain_timeout_s`` to finish. A second one ends everything at once.
+When the engine dies, requests end with an error, and soon after the server does, with exit code 1.
 """
 
 from __future__ import annotations
@@ -82,8 +83,11 @@ async def _serve_api(
     gc.collect()
     gc.freeze()
     _announce(state, api_socket)
-    await signals.first.wait()
-    code = await _drain(state, config.server.drain_timeout_s, signals)
+    failure = await _unless(signals.first, engine.died())
+    if failure is None:
+        code = await _drain(state, config.server.drain_timeout_s, signals)
+    else:
+        code = await _give_up(state, failure)
     await api.stop()
     state.prompts.close()
     return code
@@ -103,6 +107,14 @@ async def _drain(state: State, timeout_s: float, signals: _Signals) -> int:
         await asyncio.wait({finished}, timeout=_LAST_WORDS_S)
         finished.cancel()
     return 128 + signal.SIGTERM if signals.second.is_set() else 0
+
+
+async def _give_up(state: State, failure: str) -> int:
+    """The engine is gone: whoever asks hears of it for a while, and whoever started the server may start it again; the
+    exit code."""
+    logger.error("the engine is dead, and the server ends: %s", failure)
+    await asyncio.sleep(_LAST_WORDS_S)
+    return 1
 
 
 class _Signals:
