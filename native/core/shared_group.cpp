@@ -1,16 +1,20 @@
 #include "core/shared_group.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <ctime>
+#endif
 
 #include "core/pause.h"
 
@@ -21,16 +25,22 @@ static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t));
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
 constexpr int spins = 1000;  // a pause takes 10 to 60 ns
-constexpr long patience_ns = 100'000'000;  // then it is looked whether a rank has failed
 
-// std::atomic's own waiting does not reach other processes.
+// Until the word changes, or for a while: then it is looked whether a rank has failed. std::atomic's own waiting does
+// not reach other processes.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
-  const timespec patience{0, patience_ns};
+#if defined(__linux__)
+  const timespec patience{0, 100'000'000};
   syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, value, &patience, nullptr, 0);
+#else
+  if (word.load() == value) std::this_thread::sleep_for(std::chrono::microseconds(50));
+#endif
 }
 
-void wake_all(std::atomic<std::uint32_t>& word) {
+void wake_all([[maybe_unused]] std::atomic<std::uint32_t>& word) {
+#if defined(__linux__)
   syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
 }
 
 // Stages are compared across the end of their range.
