@@ -39,6 +39,7 @@ GOALS: dict[int | str, Goal] = {
     9: Goal("tiers", "benchmarks.goals.tiers"),
     10: Goal("prefix cache", "benchmarks.goals.prefix"),
     11: Goal("host cost of a step", "benchmarks.goals.overhead"),
+    12: Goal("micro-batches", "benchmarks.goals.overlap"),
     13: Goal("KV types", "benchmarks.goals.kv_types"),
     14: Goal("determinism", "benchmarks.goals.determinism"),
     15: Goal("simulator", "benchmarks.goals.simulator"),

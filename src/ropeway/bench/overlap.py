@@ -10,6 +10,7 @@ The steps are the engine's own, on rank 0's clock: what the device took from the
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import statistics
@@ -25,7 +26,7 @@ from ropeway.bench.network import TwoHosts
 from ropeway.config import Config, ParallelConfig
 from ropeway.engine.assembly import Assembly, assemble
 from ropeway.errors import ConfigError
-from ropeway.execution.ranks.cutting import Cutter, prompts_plan
+from ropeway.execution.ranks.cutting import CutTable, Cutter, measure, prompts_plan
 from ropeway.execution.ranks.executor import RanksExecutor
 from ropeway.loading.sources import resolve
 from ropeway.parallel.overlap import Overlapping
@@ -61,6 +62,8 @@ class OverlapRun:
     effective_overlap: float
     speedup: float
     """Median over the turns of serial time / this one's."""
+    slowest: float
+    """Upper 95 % bound of the mean over the turns of this one's time / serial time."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,26 @@ class OverlapBench:
         spent = self._communicator.take()
         return Sample(wall_s, spent.busy_s, spent.exposed_s)
 
+    def pairs(self, plan: Plan, repeat: int) -> Iterator[tuple[Sample, Sample]]:
+        """(serial, overlapped), ``repeat`` times, in turns."""
+        for turn in range(repeat + 1):
+            order = (False, True) if turn % 2 else (True, False)
+            pair = {overlapped: self.run(plan, overlapped=overlapped) for overlapped in order}
+            if turn:  # the first touches memory
+                yield pair[False], pair[True]
+
+    def table(self, tokens: int) -> CutTable:
+        """As ``micro_batch auto`` measures it, for steps up to so many tokens."""
+        info = self._assembly.info
+        return measure(
+            self._executor.rehearse,
+            max_tokens=tokens,
+            max_model_len=info.max_model_len,
+            max_num_seqs=info.max_num_seqs,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+        )
+
     def close(self) -> None:
         self._assembly.close()
 
@@ -137,27 +160,36 @@ def measure_overlap(
     engines = (False, True) if fused else (False,)
     total, done = len(cases) * len(engines) * repeat, 0
     runs: list[OverlapRun] = []
-    with ExitStack() as stack:
-        hosts: TwoHosts | None = None
-        if rates or fractions:
-            hosts = stack.enter_context(TwoHosts())
-            config = stack.enter_context(_two_nodes(config, hosts))
+    with _ranks(config, netns=bool(rates or fractions)) as (config, hosts):
         for is_fused in engines:
             with _engine(config, hosts, is_fused) as bench:
                 for link, count, kind in cases:
                     plan = bench.plan(kind, count)
                     rate = _set_rate(bench, hosts, link, plan)
                     pairs = []
-                    for turn in range(repeat + 1):
-                        order = (False, True) if turn % 2 else (True, False)
-                        pair = {overlapped: bench.run(plan, overlapped=overlapped) for overlapped in order}
-                        if turn:  # the first touches memory
-                            pairs.append((pair[False], pair[True]))
-                            done += 1
-                            if progress is not None:
-                                progress(done, total)
+                    for pair in bench.pairs(plan, repeat):
+                        pairs.append(pair)
+                        done += 1
+                        if progress is not None:
+                            progress(done, total)
                     runs += _figures("fused" if is_fused else "micro_batch", kind, count, rate, pairs)
     return runs
+
+
+def measure_auto(
+    config: Config, *, rate: str, tokens: Sequence[int], repeat: int = 20
+) -> tuple[CutTable, list[OverlapRun]]:
+    """What ``micro_batch auto`` would decide by over a link of this rate, and steps of these sizes that it cuts, in turns
+    with whole ones. Those that it does not cut are whole."""
+    with _ranks(config, netns=True) as (config, hosts), _engine(config, hosts, fused=False) as bench:
+        assert hosts is not None
+        hosts.limit(rate)
+        table = bench.table(max(tokens))
+        runs = []
+        for count in filter(table.pays, tokens):
+            pairs = list(bench.pairs(bench.plan("one prompt", count), repeat))
+            runs.append(_figures("micro_batch", "one prompt", count, rate, pairs)[1])
+    return table, runs
 
 
 def crossover(runs: Sequence[OverlapRun]) -> list[dict[str, object]]:
@@ -174,6 +206,17 @@ def crossover(runs: Sequence[OverlapRun]) -> list[dict[str, object]]:
     ]
 
 
+def upper_bound(values: Sequence[float]) -> float:
+    """Of the mean, 95 %, one-sided; Student's t by its expansion in the normal quantile (Abramowitz and Stegun,
+    26.7.5). Infinite for a single value."""
+    freedom = len(values) - 1
+    if freedom < 1:
+        return math.inf
+    z = statistics.NormalDist().inv_cdf(0.95)
+    t = z + (z**3 + z) / (4 * freedom)
+    return statistics.fmean(values) + t * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def _figures(
     mode: Mode, kind: Kind, tokens: int, rate: str | None, pairs: Sequence[tuple[Sample, Sample]]
 ) -> list[OverlapRun]:
@@ -185,9 +228,10 @@ def _figures(
 
     whole, parts = (median(column) for column in zip(*pairs, strict=True))
     speedup = statistics.median(a.wall_s / b.wall_s for a, b in pairs)
-    both: tuple[tuple[Mode, Sample, float], ...] = (("serial", whole, 1.0), (mode, parts, speedup))
+    slowest = upper_bound([b.wall_s / a.wall_s for a, b in pairs])
+    both: tuple[tuple[Mode, Sample, float, float], ...] = (("serial", whole, 1.0, 1.0), (mode, parts, speedup, slowest))
     made = []
-    for name, sample, gain in both:
+    for name, sample, gain, bound in both:
         made.append(
             OverlapRun(
                 mode=name,
@@ -202,6 +246,7 @@ def _figures(
                 kernel_overlap=1 - sample.exposed_s / sample.comm_s,
                 effective_overlap=(whole.wall_s - sample.wall_s) / whole.comm_s,
                 speedup=gain,
+                slowest=bound,
             )
         )
     return made
@@ -225,23 +270,23 @@ def _set_rate(bench: OverlapBench, hosts: TwoHosts | None, link: str | float | N
 
 
 @contextmanager
-def _two_nodes(config: Config, hosts: TwoHosts) -> Iterator[Config]:
-    """This process on the first host and on one core; the config for that."""
+def _ranks(config: Config, *, netns: bool) -> Iterator[tuple[Config, TwoHosts | None]]:
+    """Where the ranks are to be, and the config for that. In namespaces, this process is on the first host and on one
+    core."""
+    if not netns:
+        yield config, None
+        return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("two ranks need a core each; this process may use one")
     parallel = ParallelConfig(
-        tensor_parallel_size=2,
-        nnodes=2,
-        master_addr=hosts.addresses[0],
-        network_interface=None,
-        cluster_secret=secrets.token_hex(16),
+        tensor_parallel_size=2, nnodes=2, master_addr=TwoHosts.addresses[0], cluster_secret=secrets.token_hex(16)
     )
     engine = dataclasses.replace(config.engine, threads=1)
     os.sched_setaffinity(0, {cores[0]})
     try:
-        with hosts.first():
-            yield dataclasses.replace(config, parallel=parallel, engine=engine)
+        with TwoHosts() as hosts, hosts.first():
+            yield dataclasses.replace(config, parallel=parallel, engine=engine), hosts
     finally:
         os.sched_setaffinity(0, cores)
 

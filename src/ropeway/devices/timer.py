@@ -22,7 +22,7 @@ class TimedEvent:
         self.end_s = end_s
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until the work's end, or for ``timeout_s``; returns at once if that has passed. False: not ended yet."""
+        """Sleep until the work's end, or for ``timeout_s``; returns at once if that has passed. False: not yet."""
         left = self.end_s - time.monotonic()
         if left > 0:
             time.sleep(left if timeout_s is None else min(left, timeout_s))
