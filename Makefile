@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 BUILD_TOOLS := $(shell sed -n 's/^ *"\(\(scikit-build-core\|nanobind\|cmake\|ninja\)>=[^"]*\)",$$/"\1"/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test native-test sanitize valgrind neon-test lint format bench reports clean
+.PHONY: help setup demo serve test native-test sanitize valgrind neon-test lint format bench docs-figures reports clean
 
 help:  ## List the targets
 	@awk -F ':.*## +' '/^[a-z-]+:.*##/ { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ lint: setup  ## Lint, check the format and the types
 format: setup  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs-figures: setup  ## Draw the pictures of docs/ that follow from the code alone
+	$(BIN)/python -m benchmarks.overlap_figure
 
 # Needs nothing but the standard library, so nothing is set up for it.
 reports:  ## List public bug reports of other engines that no test guards against

@@ -115,6 +115,9 @@ class EngineConfig:
     late_planning: bool = True
     """With async_scheduling: plan just before the running step is predicted to end, so that an arrival waits for the
     rest of one step, not of two."""
+    trace: str | None = None
+    """File that gets a timeline of the host, the device and the requests when the engine ends: Chrome trace events, for
+    https://ui.perfetto.dev."""
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,7 @@ _AT_MOST: Mapping[str, float] = {
 _KEY_GROUP = 32
 """Tokens over which kv_dtype int4-full quantises keys."""
 _NOT_EMPTY = (
-    *("model", "host", "api_key", "served_model_name", "disk_cache", "length_profile", "tiers"),
+    *("model", "host", "api_key", "served_model_name", "disk_cache", "length_profile", "tiers", "trace"),
     *("master_addr", "network_interface", "cluster_secret"),
 )
 

@@ -216,3 +216,16 @@ def test_two_hundred_clients_killed_five_times_leave_nothing_behind(server: Serv
             assert complete(client, ids(round_, 8), max_tokens=2).choices[0].finish_reason == "length"
     cached = server.metric('ropeway_kv_blocks{state="cached"}')
     assert cached + server.metric('ropeway_kv_blocks{state="free"}') == server.metric("ropeway_kv_blocks")
+
+
+def test_a_trace_of_a_running_server_shows_the_requests_that_it_served(
+    server: ServerProcess, client: openai.OpenAI
+) -> None:
+    management = f"http://127.0.0.1:{server.management_port}"
+    assert httpx.post(f"{management}/v1/trace/start").json() == {"status": "recording"}
+    complete(client, ids(1, 30), max_tokens=5)
+    events = httpx.post(f"{management}/v1/trace/stop").json()["traceEvents"]
+    assert {"plan", "submit", "settle", "forward", "sample"} <= {event["name"] for event in events}
+    assert sum(event["name"].startswith("request ") for event in events) == 1
+    assert not [e for e in httpx.post(f"{management}/v1/trace/stop").json()["traceEvents"] if e["ph"] == "X"]
+    assert httpx.post(f"{server.url}/v1/trace/start").status_code == 404  # the management listener's alone

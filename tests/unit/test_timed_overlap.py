@@ -5,28 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ropeway.devices import timer
 from ropeway.devices.timer import Interval, TimedStream
 from ropeway.parallel.overlap import Overlapping
 from ropeway.parallel.timed import TimedLink
-
-
-class Frozen:
-    """A host that takes no time: stands in for the ``time`` module."""
-
-    def monotonic(self) -> float:
-        return 0.0
-
-
-@pytest.fixture(autouse=True)
-def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer, "time", Frozen())
 
 
 @dataclass
@@ -38,7 +24,8 @@ class Model:
     link_s: float
 
     def __post_init__(self) -> None:
-        self.compute, self.communicate = TimedStream(keep=True), TimedStream(keep=True)
+        # A host that takes no time.
+        self.compute, self.communicate = (TimedStream(keep=True, clock=lambda: 0.0) for _ in range(2))
         link = TimedLink(self.compute, self.communicate, lambda nbytes: nbytes // 4 * self.link_s)
         self.communicator = Overlapping(link, link)
 

@@ -179,8 +179,8 @@ def measure_overlap(
 def measure_auto(
     config: Config, *, rate: str, tokens: Sequence[int], repeat: int = 20
 ) -> tuple[CutTable, list[OverlapRun]]:
-    """What ``micro_batch auto`` would decide by over a link of this rate, and steps of these sizes that it cuts, in turns
-    with whole ones. Those that it does not cut are whole."""
+    """What ``micro_batch auto`` would decide by over a link of this rate, and steps of these sizes that it cuts, in
+    turns with whole ones. Those that it does not cut are whole."""
     with _ranks(config, netns=True) as (config, hosts), _engine(config, hosts, fused=False) as bench:
         assert hosts is not None
         hosts.limit(rate)

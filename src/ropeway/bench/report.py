@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 from ropeway.bench.machine import StolenTime, machine_facts
 from ropeway.config import Config
 from ropeway.errors import ConfigError
+from ropeway.settings import SECRETS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ENGINE_SECTIONS = ("model", "cache", "scheduler", "engine")
+_ENGINE_SECTIONS = ("model", "cache", "scheduler", "engine", "parallel")
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The settings that shape a run, flat, by field name."""
+    """The settings that shape a run, flat, by field name; no secrets."""
     parts = [dataclasses.asdict(getattr(config, section)) for section in _ENGINE_SECTIONS]
-    return {name: value for part in parts for name, value in part.items()}
+    return {name: value for part in parts for name, value in part.items() if name not in SECRETS}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @told_plainly
-@with_settings("model", "cache", "engine")
+@with_settings("model", "cache", "engine.device", "engine.threads", "engine.activations")
 def kv(
     model: Model = None,
     context: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens before the first that is decoded.")] = 4096,

@@ -10,6 +10,7 @@ So bubbles and overlaps can be measured without an accelerator, from computed ti
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -41,20 +42,22 @@ class Interval:
 class TimedStream:
     """Work in order, one piece at a time."""
 
-    def __init__(self, *, keep: bool = False) -> None:
-        """``keep``: note every piece of work in ``intervals``."""
+    def __init__(self, *, keep: bool = False, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
+        """``keep``: note every piece of work in ``intervals``. ``clock``: the host's, in seconds; one that stands still
+        is a host that takes no time."""
         self.busy_s = 0.0
         """Time under work since the start."""
         self.idle_s = 0.0
         """Time between two pieces of work: bubbles."""
         self.intervals: list[Interval] = []
         self._keep = keep
+        self._clock = clock
         self._end_s: float | None = None
         self._not_before_s = 0.0
 
     def submit(self, duration_s: float, name: str = "") -> TimedEvent:
         """Queue work that takes ``duration_s``."""
-        now = time.monotonic()
+        now = self._clock()
         if self._end_s is None:
             self._end_s = max(now, self._not_before_s)
         begin = max(self._end_s, now, self._not_before_s)

@@ -28,6 +28,7 @@ from ropeway.outcome import StepOutput
 from ropeway.scheduling.lengths import LengthProfiles
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.scheduling.tiers_file import tiers_of
+from ropeway.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,18 @@ class Assembly:
     length_profile: Path | None = None
     """Where observed output lengths are kept."""
 
+    trace_file: Path | None = None
+    """Where the engine's trace is written in the end."""
+
+    def start_trace(self) -> None:
+        """From here on, note what happens when."""
+        self.engine.trace = self.worker.trace = Trace()
+
+    def stop_trace(self) -> bytes:
+        """What happened since the start, as JSON; nothing, if there was none."""
+        trace, self.engine.trace, self.worker.trace = self.engine.trace, None, None
+        return (trace or Trace()).json()
+
     def check(self) -> None:
         """Raise why the engine cannot go on, if it can't; to be asked while nothing runs, too."""
         self.ranks.check()
@@ -55,6 +68,11 @@ class Assembly:
         try:
             self.engine.close()
         finally:
+            if self.trace_file is not None:
+                try:
+                    self.trace_file.write_bytes(self.stop_trace())
+                except OSError as error:
+                    log.warning("the trace cannot be written: %s", error)
             if self.store is not None:
                 self.store.close()
             if self.length_profile is not None:
@@ -151,7 +169,11 @@ def assemble(
         tiers=list(tiers),
         warnings=warnings,
     )
-    return Assembly(engine, info, worker, ranks, memory.store, profile)
+    trace_file = None if config.engine.trace is None else Path(config.engine.trace)
+    assembly = Assembly(engine, info, worker, ranks, memory.store, profile, trace_file)
+    if trace_file is not None:
+        assembly.start_trace()
+    return assembly
 
 
 def _profile_path(config: Config) -> Path | None:

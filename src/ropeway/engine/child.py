@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -29,6 +30,8 @@ from ropeway.engine.messages import (
     Explained,
     Failed,
     FromEngine,
+    Record,
+    Recorded,
     Shutdown,
     Start,
     Submit,
@@ -39,6 +42,9 @@ from ropeway.errors import RopewayError
 from ropeway.lifeline import hold_to_parent
 from ropeway.outcome import StepOutput
 from ropeway.wire import encode
+
+if TYPE_CHECKING:
+    from ropeway.engine.assembly import Assembly
 
 _REPORT_S = 0.05
 """Least time between two reports of gauges while busy."""
@@ -52,6 +58,7 @@ class EngineLoop:
     def __init__(self, socket: zmq.Socket[bytes], startup: StartUp | None = None) -> None:
         self._socket = socket
         self._startup = startup
+        self._record: Callable[[bool], bytes] = lambda on: b""
         self._reported_s = 0.0
         self._published = False
         """Whether the engine has said anything since its last step began."""
@@ -78,12 +85,21 @@ class EngineLoop:
         gc.freeze()
         self.send(assembly.info)
         try:
-            self.turn(engine, start.config.engine, assembly.check)
+            self.turn(engine, start.config.engine, check=assembly.check, record=lambda on: _record(assembly, on))
         finally:
             assembly.close()
 
-    def turn(self, engine: Engine, config: EngineConfig, check: Callable[[], None] = lambda: None) -> None:
-        """Receive and step until told to shut down; or until ``check`` raises, which is asked at every turn."""
+    def turn(
+        self,
+        engine: Engine,
+        config: EngineConfig,
+        *,
+        check: Callable[[], None] = lambda: None,
+        record: Callable[[bool], bytes] = lambda on: b"",
+    ) -> None:
+        """Receive and step until told to shut down; or until ``check`` raises, which is asked at every turn.
+        ``record``: begins a trace, or ends one and returns it."""
+        self._record = record
         ahead = int(config.async_scheduling)
         stalled = False
         while self._receive(engine, patient=stalled or config.late_planning, stalled=stalled):
@@ -125,6 +141,8 @@ class EngineLoop:
                     engine.abort(ids, reason)
                 case Explain(ids):
                     self.send(Explained(engine.explain(ids)))
+                case Record(on):
+                    self.send(Recorded(self._record(on)))
                 case Shutdown():
                     return False
         if idle and engine.has_work:
@@ -141,6 +159,13 @@ class EngineLoop:
     def _report(self, engine: Engine) -> None:
         self._reported_s = time.monotonic()
         self.send(engine.stats())
+
+
+def _record(assembly: Assembly, on: bool) -> bytes:
+    if not on:
+        return assembly.stop_trace()
+    assembly.start_trace()
+    return b""
 
 
 def _progress_line(model: str) -> Callable[[int, int], None] | None:

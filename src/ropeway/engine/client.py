@@ -123,6 +123,10 @@ class AsyncEngine(Protocol):
         (prompt + max_tokens beyond ``info.max_model_len``), ``QueueFull`` (n counts n) or ``EngineDead``."""
         ...
 
+    async def record(self, on: bool) -> bytes:
+        """Begin to trace what happens when (-> nothing), or end that (-> the trace as JSON). Raises ``EngineDead``."""
+        ...
+
     async def close(self) -> None: ...
 
 

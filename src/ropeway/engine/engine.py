@@ -23,6 +23,7 @@ from ropeway.execution.executor import Executor, Work
 from ropeway.outcome import Finished, Refusal, StepOutput
 from ropeway.request import FinishReason, Request, Timeline
 from ropeway.scheduling.scheduler import Scheduler
+from ropeway.trace import HOST, Trace
 
 _STUCK_S = 0.05
 """Longest time between two looks at whether something can go on."""
@@ -51,6 +52,8 @@ class Engine:
         self.prefix_cache = prefix_cache
         self.clock = clock
         self.steps = 0
+        self.trace: Trace | None = None
+        """Takes what the host does when, and where requests' time went."""
         self._pending: deque[Work] = deque()
         self._pace = Pace(scheduler.cost)
 
@@ -97,7 +100,11 @@ class Engine:
         began = self.clock()
         self._tell(self.scheduler.expire(began))
         plan = self.scheduler.plan(began)
+        planned = self.clock()
         work = self.executor.forward(plan) if plan else None
+        if self.trace is not None and plan:
+            self.trace.add(HOST, "plan", began, planned, step=plan.seq, rows=len(plan.slot), tokens=plan.num_tokens)
+            self.trace.add(HOST, "submit", planned, self.clock(), step=plan.seq)
         try:
             if ahead:
                 self._pace.planned(plan, began, self.clock())
@@ -143,13 +150,25 @@ class Engine:
             self._pending.popleft()
             now = self.clock()
             self._pace.settled(now)
-            self.outbox(self.scheduler.settle(work.plan, result, now))
+            output = self.scheduler.settle(work.plan, result, now)
+            self.outbox(output)
+            if self.trace is not None:
+                self.trace.add(HOST, "settle", now, self.clock(), step=work.plan.seq)
+                self._trace_requests(self.trace, output.finished, now)
 
     def _tell(self, finished: list[Finished], accepted: list[int] | None = None) -> None:
         """Events that are no step's."""
         if finished or accepted:
             none = np.empty(0, dtype=np.int64)
             self.outbox(StepOutput(ids=none, tokens=none.astype(np.int32), finished=finished, accepted=accepted or []))
+
+    def _trace_requests(self, trace: Trace, finished: list[Finished], now: float) -> None:
+        for each in finished:
+            if (timeline := each.timeline) is not None:
+                parts = ("queued", "prefill", "preempted", "swapped", "decode")
+                phases = [(part, getattr(timeline, f"{part}_s")) for part in parts]
+                details = {"tier": timeline.tier, "output_tokens": timeline.output_tokens, "reason": each.reason.value}
+                trace.add_request(f"request {each.id}", now - timeline.total_s, phases, **details)
 
     def _request(self, new: NewRequest, leaders: dict[int, Request], now: float) -> Request | None:
         prompt, params = new.prompt, new.params

@@ -67,11 +67,17 @@ class Explain(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
 
 
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Begin to trace what happens when, or end it; answered by ``Recorded``."""
+
+    on: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End after the current step."""
 
 
-ToEngine = Start | Submit | Abort | Explain | Shutdown
+ToEngine = Start | Submit | Abort | Explain | Record | Shutdown
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +165,12 @@ class Explained(msgspec.Struct, frozen=True, tag=True):
     timelines: dict[int, Timeline]
 
 
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """The trace that has ended, as JSON; empty when one begins."""
+
+    trace: bytes = b""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The engine could not start, or ended; the last message it sends."""
 
@@ -169,7 +181,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The config field at fault, if one is."""
 
 
-FromEngine = StepOutput | Stats | EngineInfo | Explained | Failed
+FromEngine = StepOutput | Stats | EngineInfo | Explained | Recorded | Failed
 
 
 _to_engine = decoder(ToEngine)

@@ -32,6 +32,8 @@ from ropeway.engine.messages import (
     Explained,
     Failed,
     FromEngine,
+    Record,
+    Recorded,
     Shutdown,
     Start,
     Stats,
@@ -82,6 +84,8 @@ class EngineProcess:
         """Completions ended on this side whose timeline has not come yet."""
         self._asked: deque[Callable[[Mapping[int, Timeline]], None]] = deque()
         """Who takes the next ``Explained``, and those after it."""
+        self._recorded: deque[asyncio.Future[bytes]] = deque()
+        """Who takes the next ``Recorded``, and those after it."""
         self._submitter: Submitter
         self._failure: str | None = None
         self._dead = asyncio.Event()
@@ -188,6 +192,15 @@ class EngineProcess:
         except TimeoutError:
             return {}
 
+    async def record(self, on: bool) -> bytes:
+        """See ``AsyncEngine.record``."""
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._recorded.append(answer)
+        self._send(encode(Record(on)))
+        return await answer
+
     async def close(self) -> None:
         """End the engine process; what is under way ends with an error. May be called twice."""
         if self._listener is not None:
@@ -242,6 +255,10 @@ class EngineProcess:
                 self.stats = message
             case Explained(timelines):
                 self._asked.popleft()(timelines)
+            case Recorded(trace):
+                answer = self._recorded.popleft()
+                if not answer.done():
+                    answer.set_result(trace)
             case Failed():
                 self._fail(message.message)
             case EngineInfo():
@@ -297,6 +314,9 @@ class EngineProcess:
             generation.put(completion.end(Finished(request_id, FinishReason.ERROR, refusal=refusal)))
         while self._asked:
             self._asked.popleft()({})
+        while self._recorded:
+            if not (answer := self._recorded.popleft()).done():
+                answer.set_exception(EngineDead(self._failure))
 
 
 async def start_engine(config: Config, spawned: SpawnedEngine | None = None) -> EngineProcess:

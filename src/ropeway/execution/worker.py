@@ -23,9 +23,12 @@ from ropeway.outcome import LogprobColumns
 from ropeway.parallel.communicator import Communicator, SingleProcess
 from ropeway.parallel.overlap import Overlapping
 from ropeway.plan import Plan, Result
+from ropeway.trace import COMPUTE, Trace
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 _INTS = ProgramInput()
+_SHOWN_S = 1e-5
+"""Copies that take less are none."""
 
 
 class Worker:
@@ -55,6 +58,7 @@ class Worker:
         self.vocab_size = vocab_size
         self.host = host
         self.communicator = communicator
+        self._trace: Trace | None = None
         self.rows = Rows(device, max_num_seqs, max_model_len, cache.block_size)
         self.forward_program = capture_forward(device, model, cache, max_step_tokens)
         self.logits_program = device.capture(
@@ -93,6 +97,17 @@ class Worker:
         return self.device.prepare_step(
             forward, logits, self.cache, tokens, batch.slot_of_token, batch.shape, batch.sampled
         )
+
+    @property
+    def trace(self) -> Trace | None:
+        """Takes what the device does when."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        if isinstance(self.communicator, Overlapping):
+            self.communicator.trace = trace
 
     def close(self) -> None:
         """Finish what the device is doing and give it back."""
@@ -218,7 +233,13 @@ class Step:
             self._logits = self._worker.compute_both(*self._micro_batches)
         elif self._batch is not None:
             self._logits = self._worker.compute(self._batch)
-        self._copy_s, self._device_s = copied - began, time.perf_counter() - copied
+        ended = time.perf_counter()
+        self._copy_s, self._device_s = copied - began, ended - copied
+        if (trace := self._worker.trace) is not None:
+            if self._copy_s > _SHOWN_S:
+                trace.add(COMPUTE, "copies", began, copied)
+            if self._micro_batches is None:  # which tell of themselves
+                trace.add(COMPUTE, "forward", copied, ended, step=self.plan.seq, tokens=self.plan.num_tokens)
 
     def prepare_sampling(self) -> None:
         """Gather the sampling parameters of the step's rows, from what is known now."""
@@ -242,7 +263,10 @@ class Step:
             self._sampled = self._worker.sample(logits, inputs)
         self._worker.communicator.broadcast(self._sampled.token_ids)
         self._logits = None
-        self._device_s += time.perf_counter() - began
+        ended = time.perf_counter()
+        self._device_s += ended - began
+        if (trace := self._worker.trace) is not None:
+            trace.add(COMPUTE, "sample", began, ended, step=self.plan.seq)
 
     def follow(self) -> None:
         """Instead of ``sample`` on other ranks than 0: append to their rows the tokens that one chooses."""

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ropeway.devices.base import Event, Stream
 from ropeway.parallel.communicator import Communicator, Product
+from ropeway.trace import COMMUNICATION, COMPUTE, Trace
 
 FUSED_ROWS = 32
 """Least rows of a block: fewer would waste what a product gains from many."""
@@ -60,8 +61,12 @@ class Overlapping:
         self.size = communicator.size
         self._communicator = communicator
         self._stream = stream
+        self.trace: Trace | None = None
+        """Takes what was computed and communicated when."""
         self._other: dict[greenlet, greenlet] = {}
         """While two run: who goes on when one waits."""
+        self._computing_s = 0.0
+        """While two run: since when one of them has computed."""
         self._spent = Communication()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -100,10 +105,12 @@ class Overlapping:
         a = greenlet(lambda: results.append(first()))
         b = greenlet(lambda: results.append(second()))
         self._other = {a: b, b: a}
+        self._computing_s = time.perf_counter()
         try:
             a.switch()
             while not b.dead:
                 b.switch()
+            self._computed()
         finally:
             self._other = {}
             for part in (a, b):
@@ -128,11 +135,15 @@ class Overlapping:
             took = time.perf_counter() - began
             self._spent.busy_s += took
             self._spent.exposed_s += took
+            if self.trace is not None:
+                self.trace.add(COMMUNICATION, "collective", began, began + took)
             return result
         queued = _Queued(collective, self._stream)
+        self._computed()
         if not other.dead:
             other.switch()
         self._await(queued)
+        self._computing_s = time.perf_counter()
         return queued.result
 
     def _await(self, queued: _Queued[A]) -> None:
@@ -140,18 +151,27 @@ class Overlapping:
         queued.event.wait()
         self._spent.exposed_s += time.perf_counter() - began
         self._spent.busy_s += queued.took_s
+        if self.trace is not None:
+            self.trace.add(COMMUNICATION, "collective", queued.began_s, queued.began_s + queued.took_s)
+
+    def _computed(self) -> None:
+        """One micro-batch has computed until now."""
+        now = time.perf_counter()
+        if self.trace is not None:
+            self.trace.add(COMPUTE, "micro-batch", self._computing_s, now)
+        self._computing_s = now
 
 
 class _Queued(Generic[A]):
     """A collective on the communication stream."""
 
     def __init__(self, collective: Callable[[], A], stream: Stream) -> None:
-        self.took_s = 0.0
+        self.began_s = self.took_s = 0.0
         self._collective = collective
         self.event: Event = stream.submit(self._run)
 
     @torch.inference_mode()  # as on the thread that computes
     def _run(self) -> None:
-        began = time.perf_counter()
+        self.began_s = time.perf_counter()
         self.result = self._collective()
-        self.took_s = time.perf_counter() - began
+        self.took_s = time.perf_counter() - self.began_s

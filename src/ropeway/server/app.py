@@ -63,8 +63,8 @@ def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mappin
 
 
 def create_management_app() -> FastAPI:
-    """Health, readiness and metrics. It runs before there is an engine: until somebody sets ``app.state.ropeway`` to
-    the ``State`` of the API, the process is healthy and not ready."""
+    """Health, readiness, metrics, and traces of what the engine does when. It runs before there is an engine: until
+    somebody sets ``app.state.ropeway`` to the ``State`` of the API, the process is healthy and not ready."""
     app = _bare_app("Ropeway management")
     app.state.ropeway = None
 
@@ -83,8 +83,20 @@ def create_management_app() -> FastAPI:
         _raise_unless_loaded(app)
         return await routes.metrics(request)
 
+    async def start_trace(request: Request) -> Response:
+        _raise_unless_loaded(app)
+        await app.state.ropeway.engine.record(True)
+        return json_response({"status": "recording"})
+
+    async def stop_trace(request: Request) -> Response:
+        _raise_unless_loaded(app)
+        trace = await app.state.ropeway.engine.record(False)
+        return Response(trace, media_type="application/json")
+
     for path, handler in (("/health", health), ("/ready", ready), ("/metrics", metrics)):
         _add_get(app, path, handler)
+    for path, handler in (("/v1/trace/start", start_trace), ("/v1/trace/stop", stop_trace)):
+        app.add_api_route(path, handler, methods=["POST"], response_model=None)
     return app
 
 
