@@ -127,9 +127,9 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     """Ranks that share every layer, each a process with its part of the weights and of the KV pool. Must divide the
     model's attention heads and sizes."""
-    collectives: Literal["auto", "shared", "gloo"] = "auto"
-    """How ranks add up their parts. shared: through memory of the host; gloo: over TCP; auto: shared on one host, gloo
-    across hosts."""
+    collectives: Literal["auto", "shared", "tcp", "gloo"] = "auto"
+    """How ranks add up their parts. shared: through memory of the host; tcp: over connections of their own; gloo: over
+    gloo's, which takes more of the processor; auto: shared on one host, tcp across hosts."""
     micro_batch: Literal["off", "auto", "on"] = "off"
     """Cut steps in two, so that one half is computed while the ranks add up the other's parts. auto: where that was
     faster when it was tried at start; on: always. Takes the memory of activations twice."""
@@ -146,10 +146,10 @@ class ParallelConfig:
     master_port: int = 29500
     """First of three ports there."""
     network_interface: str | None = None
-    """Of this host, for what ranks tell each other by gloo; default: the one with master_addr's route."""
+    """Of this host, for what ranks tell each other; default: the one with the route to master_addr."""
     cluster_secret: str | None = None
-    """With several hosts: what they all know and others don't. Encrypts and authenticates plans, not what gloo sends:
-    its network is to be closed to others."""
+    """With several hosts: what they all know and others don't. It encrypts plans, and keeps others out of them and of
+    collectives over tcp. Collectives are not encrypted: their network is to be closed to others."""
     join_timeout_s: float = 120.0
     """How long the first rank waits for the others at start."""
 

@@ -109,12 +109,13 @@ def test_the_same_bits_alone_and_in_a_batch(ranks: LLM) -> None:
     assert [bits(ranks.generate(prompt, GREEDY, progress=False))[0] for prompt in PROMPTS] == together
 
 
-def test_the_same_bits_by_gloo_and_by_shared_memory(ranks: LLM) -> None:
+@pytest.mark.parametrize("collectives", ["tcp", "gloo"])
+def test_the_same_bits_over_a_network_and_by_shared_memory(ranks: LLM, collectives: str) -> None:
     size = ranks.config.parallel.tensor_parallel_size
     if size == 4:
         pytest.skip("the sums of three and four ranks are compared in test_communicators")
     shared = bits(ranks.generate(PROMPTS, GREEDY, progress=False))
-    with ranked(size, collectives="gloo") as llm:
+    with ranked(size, collectives=collectives) as llm:
         assert bits(llm.generate(PROMPTS, GREEDY, progress=False)) == shared
 
 
@@ -182,7 +183,7 @@ def test_what_a_rank_cannot_load_is_told_with_its_number(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("how", "said"), [("SIGKILL", r"rank \d"), ("SIGSTOP", "rank 1 has not been heard of")])
-@pytest.mark.parametrize("collectives", ["shared", "gloo"])
+@pytest.mark.parametrize("collectives", ["shared", "tcp", "gloo"])
 def test_a_rank_killed_or_cut_off_in_the_middle_of_a_step_is_an_error_within_five_seconds(
     how: str, said: str, collectives: str
 ) -> None:

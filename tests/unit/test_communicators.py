@@ -18,12 +18,12 @@ import torch
 from ropeway.errors import ConfigError
 from ropeway.parallel.shared_memory import MOST_RANKS, SharedMemoryCommunicator, shared_memory
 
-TRANSPORTS = ("shared", "gloo")
+TRANSPORTS = ("shared", "tcp", "gloo")
 COUNTS = (1, 7, 1000, 70_001)
 """Elements: of one, within a piece, and over several pieces whose last is not full."""
 
 _RANK = """
-import json, sys
+import json, os, sys
 import torch
 from pathlib import Path
 given = json.loads(sys.argv[1])
@@ -32,8 +32,11 @@ if given["descriptor"] is not None:
     from ropeway.parallel.shared_memory import SharedMemoryCommunicator
     communicator = SharedMemoryCommunicator(given["descriptor"], rank, size)
 else:
-    from ropeway.parallel.gloo import GlooCommunicator, local_store
-    communicator = GlooCommunicator(local_store(Path(given["folder"]), size), rank, size)
+    from ropeway.parallel.gloo import GlooCommunicator
+    from ropeway.parallel.stores import local_store
+    from ropeway.parallel.tcp import TcpCommunicator
+    kind = {"gloo": GlooCommunicator, "tcp": TcpCommunicator}[given["transport"]]
+    communicator = kind(local_store(Path(given["folder"]), size), rank, size, address="127.0.0.1")
 
 def part(count, rank, columns=1):
     generator = torch.Generator().manual_seed(1000 * count + rank)
@@ -51,7 +54,8 @@ for count in given["counts"]:
     ids = torch.arange(count, dtype=torch.int32) if rank == 0 else torch.full((count,), -1, dtype=torch.int32)
     communicator.broadcast(ids)
     assert torch.equal(ids, torch.arange(count, dtype=torch.int32))
-print("done")
+print("done", flush=True)
+os._exit(0)  # gloo's threads do not like the interpreter's end
 """
 
 
@@ -59,7 +63,14 @@ def run(size: int, transport: str, folder: Path) -> list[subprocess.CompletedPro
     descriptor = shared_memory(size) if transport == "shared" else None
     processes = []
     for rank in range(size):
-        given = {"rank": rank, "size": size, "descriptor": descriptor, "folder": str(folder), "counts": COUNTS}
+        given = {
+            "rank": rank,
+            "size": size,
+            "descriptor": descriptor,
+            "folder": str(folder),
+            "counts": COUNTS,
+            "transport": transport,
+        }
         command = [sys.executable, "-c", _RANK, json.dumps(given)]
         inherited = () if descriptor is None else (descriptor,)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

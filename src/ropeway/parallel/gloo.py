@@ -8,20 +8,18 @@ moves as many bytes as a ring does. Two ranks just show each other everything, i
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from ropeway.errors import ConfigError, RopewayError
 from ropeway.parallel.communicator import Product
 
 _Gloo: Any = dist.ProcessGroupGloo  # the stubs do not have all of it
 
-_JOIN_S = 60.0
 _WAIT_S = 24 * 3600.0
 """Collectives wait as long as the ranks live; who watches them ends the process."""
 _ALL_AT_ONCE_BYTES = 4096
@@ -31,23 +29,18 @@ _ALL_AT_ONCE_BYTES = 4096
 class GlooCommunicator:
     """Implements ``Communicator``. Tensors are contiguous."""
 
-    def __init__(
-        self, store: Store, rank: int, size: int, *, address: str | None = None, interface: str | None = None
-    ) -> None:
-        """Meets the other ranks at ``store``. ``interface`` or ``address``: where this rank listens; by default, on
-        loopback. Raises ``ConfigError`` for one that there is not, ``RopewayError`` when a rank does not come."""
+    def __init__(self, store: Store, rank: int, size: int, *, address: str, timeout_s: float = 60.0) -> None:
+        """Meets the other ranks at ``store``; this one listens at ``address``. Raises ``ConfigError`` for one that is
+        not this host's, ``RopewayError`` when a rank does not come within ``timeout_s``."""
         self.rank = rank
         self.size = size
         options = _Gloo._Options()
-        options._timeout = timedelta(seconds=_JOIN_S)
+        options._timeout = timedelta(seconds=timeout_s)
         try:
-            if interface is not None:
-                device = _Gloo.create_device(interface=interface)
-            else:
-                device = _Gloo.create_device(hostname=address or "127.0.0.1")
+            device = _Gloo.create_device(hostname=address)
         except RuntimeError as error:
             raise ConfigError(
-                f"gloo cannot use {interface or address}: {error}; name a network interface of this host",
+                f"gloo cannot listen at {address}: {error}; name an interface of this host with network_interface",
                 param="network_interface",
             ) from error
         options._devices = [device]
@@ -96,16 +89,3 @@ def _in_order(parts: Tensor, out: Tensor) -> Tensor:
     for part in parts[2:]:
         out += part
     return out
-
-
-def local_store(folder: Path, size: int) -> Store:
-    """Where ranks of one host meet: a file in a folder that only this user can enter."""
-    return FileStore(str(folder / "gloo"), size)
-
-
-def network_store(address: str, port: int, rank: int, size: int, timeout_s: float) -> Store:
-    """Where ranks of several hosts meet: rank 0 listens at ``address``. Raises ``RopewayError``."""
-    try:
-        return TCPStore(address, port, size, rank == 0, timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
-        raise RopewayError(f"rank {rank} cannot reach the ranks' meeting place {address}:{port}: {error}") from error

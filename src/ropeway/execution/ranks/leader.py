@@ -82,7 +82,7 @@ class Leader:
         try:
             self._control = self._links.listen(self._meeting(0).control)
             self._signs = self._links.listen(self._meeting(0).signs)
-            if parallel.nnodes == 1 and parallel.collectives != "gloo":
+            if parallel.nnodes == 1 and parallel.collectives in ("auto", "shared"):
                 from ropeway.parallel.shared_memory import shared_memory
 
                 self._shared = shared_memory(self.size)

@@ -16,15 +16,41 @@ def meet(meeting: Meeting) -> Communicator:
         from ropeway.parallel.shared_memory import SharedMemoryCommunicator
 
         return SharedMemoryCommunicator(meeting.shared_memory, meeting.rank, meeting.size)
-    from ropeway.parallel.gloo import GlooCommunicator, local_store, network_store
+    from ropeway.parallel.stores import local_store, network_store
 
+    rank, size = meeting.rank, meeting.size
     if meeting.host is None:
         assert meeting.folder is not None
-        store = local_store(Path(meeting.folder), meeting.size)
-        return GlooCommunicator(store, meeting.rank, meeting.size)
-    store = network_store(meeting.host, meeting.port, meeting.rank, meeting.size, meeting.timeout_s)
-    address = None if meeting.interface is not None else local_address(meeting.host)
-    return GlooCommunicator(store, meeting.rank, meeting.size, address=address, interface=meeting.interface)
+        store, address = local_store(Path(meeting.folder), size), "127.0.0.1"
+    else:
+        store = network_store(meeting.host, meeting.port, rank, size, meeting.timeout_s)
+        interface = meeting.interface
+        address = local_address(meeting.host) if interface is None else address_of(interface)
+    if meeting.transport == "gloo":
+        from ropeway.parallel.gloo import GlooCommunicator
+
+        return GlooCommunicator(store, rank, size, address=address, timeout_s=meeting.timeout_s)
+    from ropeway.parallel.tcp import TcpCommunicator
+
+    secret = meeting.secret or ""
+    return TcpCommunicator(store, rank, size, address=address, secret=secret, timeout_s=meeting.timeout_s)
+
+
+def address_of(interface: str) -> str:
+    """This host's address on a network interface; IPv4 first. Raises ``ConfigError``."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs()
+    if interface not in interfaces:
+        raise ConfigError(
+            f"there is no network interface {interface}; there are {', '.join(sorted(interfaces))}",
+            param="network_interface",
+        )
+    families = {each.family: each.address for each in reversed(interfaces[interface])}
+    address = families.get(socket.AF_INET) or families.get(socket.AF_INET6)
+    if address is None:
+        raise ConfigError(f"network interface {interface} has no address", param="network_interface")
+    return address
 
 
 def local_address(towards: str) -> str:
