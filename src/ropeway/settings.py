@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ropeway.compatibility import CONFLICTS, NEEDS
 from ropeway.config import Config
 from ropeway.errors import ConfigError
 
@@ -434,22 +435,12 @@ def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[s
         )
         values[name], origins[name] = off, Origin(0, f"adjusted to {other}")
 
-    if values["preemption"] == "swap" and not values["swap_space"]:
-        needs("preemption", "recompute", "swap_space", "swapped requests need room; give swap_space")
-    if values["disk_cache"] is not None and not values["swap_space"]:
-        needs("disk_cache", None, "swap_space", "blocks go to disk through host memory; give swap_space")
-    if values["disk_cache"] is not None and not values["prefix_cache"]:
-        needs("disk_cache", None, "prefix_cache", "what is kept on disk are cached prefixes")
-    if values["disk_cache"] is not None and values["tensor_parallel_size"] > 1:
-        needs("disk_cache", None, "tensor_parallel_size", "blocks on disk are those of one rank")
-    for name in ("micro_batch", "fused_collectives"):
-        if values[name] not in ("off", False) and values["tensor_parallel_size"] == 1:
-            off = settings()[name].default
-            needs(name, off, "tensor_parallel_size", "one rank has nobody to communicate with")
-    if values["micro_batch"] != "off" and values["fused_collectives"]:
-        clash("micro_batch", "fused_collectives", "both overlap the same communication; give one of them")
-    if values["padded_rows"] and values["batching"] == "continuous":
-        needs("padded_rows", False, "batching", "only static and dynamic batches have rows to pad")
+    for need in NEEDS:
+        if need.option.is_used(values) and not need.needed.is_used(values):
+            needs(need.option.setting, need.option.off, need.needed.setting, need.why)
+    for conflict in CONFLICTS:
+        if conflict.option.is_used(values) and conflict.other.is_used(values):
+            needs(conflict.option.setting, conflict.option.off, conflict.other.setting, conflict.why)
 
     if values["tensor_parallel_size"] % values["nnodes"]:
         clash("tensor_parallel_size", "nnodes", "every host must have the same number of ranks")
@@ -461,8 +452,6 @@ def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[s
             "others don't",
             param="cluster_secret",
         )
-    if values["nnodes"] > 1 and values["collectives"] == "shared":
-        needs("collectives", "auto", "nnodes", "hosts share no memory")
 
     dtype, size = "kv_dtype", "block_size"
     if values[dtype] == "int4-full" and values[size] < _KEY_GROUP:

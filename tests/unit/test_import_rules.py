@@ -20,7 +20,20 @@ FLOORS: dict[int, tuple[str, ...]] = {
     4: ("scheduling", "execution"),
     3: ("cache", "models", "loading", "text"),
     2: ("parallel", "devices"),
-    1: ("request", "plan", "outcome", "tiers", "config", "settings", "errors", "version", "wire", "lifeline", "trace"),
+    1: (
+        "request",
+        "plan",
+        "outcome",
+        "tiers",
+        "config",
+        "settings",
+        "errors",
+        "version",
+        "wire",
+        "lifeline",
+        "trace",
+        "compatibility",
+    ),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 
