@@ -13,9 +13,10 @@ import pytest
 from ropeway.config import CacheConfig, Config, ModelConfig
 from ropeway.devices.base import Device
 from ropeway.devices.memory import Memory
-from ropeway.engine.assembly import assemble, pool_blocks
+from ropeway.engine.assembly import assemble, pool_blocks, pool_sizes
 from ropeway.errors import ConfigError, OutOfMemory
 from ropeway.execution.part import ModelPart, kv_dtype
+from ropeway.execution.sizes import Loaded, PoolSizes
 from ropeway.llm import LLM
 from ropeway.models.model import Model
 from ropeway.request import SamplingParams
@@ -160,3 +161,43 @@ def test_the_longest_requests_end_as_asked_when_they_fill_batch_and_pool() -> No
         outputs = llm.generate([[i + 5] * 20 for i in range(8)], longest, progress=False)
         assert [len(output.token_ids) for output in outputs] == [236] * 8
         assert llm.engine.stats().preemptions > 0
+
+
+# --------------------------------------------------------------------------- a second set of activations
+
+
+def sizes(available: int, second: int, **fields: Any) -> PoolSizes:
+    part = ModelPart.__new__(ModelPart)
+    given = {"max_num_seqs": 4, "tensor_parallel_size": 2, "micro_batch": "auto", **fields}
+    part.config = resolve(given, environ={}, given_as="argument").config
+    part.device = cast(Device, SmallDevice(available))
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "bf16", "vocab_size": 9}
+    part.model = cast(Model, SimpleNamespace(spec=SimpleNamespace(context_length=1000), **shape))
+    part.micro_batches = part.config.parallel.micro_batch != "off"
+    mine = Loaded(available=available, second_activations=second, weight_bytes=0)
+    other = Loaded(available=available + GIB, second_activations=0, weight_bytes=0)
+    return pool_sizes(part.config, part, [mine, other], None)
+
+
+def test_a_second_set_of_activations_is_taken_from_the_pool_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        with_second = sizes(100 * BLOCK_BYTES, 20 * BLOCK_BYTES)
+    assert (with_second.num_blocks, with_second.micro_batches) == (40, True)
+    assert "a second set of activations takes up to 0.02 GiB on each rank" in caplog.text
+    without = sizes(100 * BLOCK_BYTES, 0, micro_batch="off")
+    assert (without.num_blocks, without.micro_batches) == (50, False)
+
+
+def test_auto_goes_without_micro_batches_where_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    short = sizes(100 * BLOCK_BYTES, 20 * BLOCK_BYTES, kv_blocks=90)
+    assert (short.num_blocks, short.micro_batches) == (90, False)
+    assert "micro_batch is off: there is no room for a second set of activations" in caplog.text
+
+
+def test_memory_too_short_for_the_second_activation_set_is_an_error_that_names_it() -> None:
+    with pytest.raises(OutOfMemory, match=r"micro_batch takes 0.02 GiB of it for a second set of activations"):
+        sizes(100 * BLOCK_BYTES, 20 * BLOCK_BYTES, kv_blocks=90, micro_batch="on")
+
+
+def test_all_ranks_get_what_the_one_with_the_least_memory_can_have() -> None:
+    assert sizes(60 * BLOCK_BYTES, 0, micro_batch="off").num_blocks == 30
