@@ -45,15 +45,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
     },
-    # Wide layers, as models have that are spread over hosts; few of them, so that a step is short.
-    "llama-2-7b-4-layers": {
+    # Wide layers, as models have that are spread over hosts; half of them, so that a step is short.
+    "llama-2-7b-16-layers": {
         **_COMMON,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": 32_000,
         "hidden_size": 4096,
         "intermediate_size": 11_008,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "head_dim": 128,
