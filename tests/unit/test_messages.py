@@ -18,6 +18,8 @@ from ropeway.engine.messages import (
     Failed,
     FromEngine,
     NewRequest,
+    Record,
+    Recorded,
     Shutdown,
     Start,
     Stats,
@@ -94,6 +96,7 @@ TO_ENGINE: list[ToEngine] = [
     ),
     Abort([1, 2**62], "disconnect"),
     Explain([1, 2**62]),
+    Record(True),
     Shutdown(),
 ]
 FROM_ENGINE: list[FromEngine] = [
@@ -130,6 +133,8 @@ FROM_ENGINE: list[FromEngine] = [
     ),
     Explained({}),
     Explained({1: TIMELINE, 2**40: Timeline()}),
+    Recorded(),
+    Recorded(b'{"traceEvents": []}'),
     Failed("OutOfMemory", "no room"),
 ]
 
