@@ -262,9 +262,15 @@ def _set_rate(bench: OverlapBench, hosts: TwoHosts | None, link: str | float | N
     hosts.limit(_FREE_RATE)
     samples = [bench.run(plan, overlapped=False) for _ in range(4)][1:]
     compute_s = statistics.median(each.wall_s - each.comm_s for each in samples)
+    wanted_s = link / (1 - link) * compute_s
     spec = bench.assembly.worker.model.spec
     sent = 4 * spec.hidden_size * (2 * spec.num_layers + 1) * plan.num_tokens  # bytes, each way
-    rate = f"{8 * sent * (1 - link) / (link * compute_s) / 1e6:.0f}mbit"
+    mbit = 8e-6 * sent / wanted_s
+    hosts.limit(f"{mbit:.0f}mbit")
+    bench.run(plan, overlapped=False)
+    # What else a byte costs beside the cable's time.
+    mbit *= bench.run(plan, overlapped=False).comm_s / wanted_s
+    rate = f"{mbit:.0f}mbit"
     hosts.limit(rate)
     return rate
 
