@@ -91,6 +91,9 @@ def overlap(
             settings=settings_of(settings),
         )
     print_table(_runs_table(f"{settings.model.model}: communication hidden, medians of {repeat} turns", runs))
+    for case in best:
+        link = "" if case["link_rate"] is None else f" over {case['link_rate']}"
+        typer.echo(f"{case['tokens']:,} tokens, {case['what']}{link}: {case['best']} is best ({case['speedup']:.2f}x)")
 
 
 def _runs_table(title: str, runs: list[OverlapRun]) -> Any:
