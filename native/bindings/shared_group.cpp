@@ -26,8 +26,7 @@ void bind_shared_group(nb::module_& module) {
             group.broadcast(pointer<std::byte>(x), bytes);
           },
           Released())
-      .def("fail", &SharedGroup::fail)
-      .def("take_waited", &SharedGroup::take_waited);
+      .def("fail", &SharedGroup::fail);
 }
 
 }  // namespace ropeway

@@ -118,12 +118,6 @@ void SharedGroup::fail() {
   for (int rank = 0; rank < size_; ++rank) wake_all(lines_[rank].stage);
 }
 
-std::int64_t SharedGroup::take_waited() {
-  const std::int64_t waited = waited_;
-  waited_ = 0;
-  return waited;
-}
-
 void SharedGroup::arrive() {
   // Sequentially consistent with `await`: either we see the sleeper, or it sees the stage.
   lines_[rank_].stage.store(stage_);
@@ -131,12 +125,9 @@ void SharedGroup::arrive() {
 }
 
 void SharedGroup::await_all() {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point began = Clock::now();
   for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_) await(lines_[rank]);
   }
-  waited_ += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began).count();
 }
 
 void SharedGroup::await(Line& line) {

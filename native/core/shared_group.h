@@ -36,9 +36,6 @@ class SharedGroup {
   // Makes every collective that waits, or will wait, throw std::runtime_error, on all ranks. From any thread.
   void fail();
 
-  // Nanoseconds spent waiting for other ranks since this was last called.
-  std::int64_t take_waited();
-
  private:
   struct alignas(64) Line {
     std::atomic<std::uint32_t> stage;     // chunks this rank has written
@@ -58,7 +55,6 @@ class SharedGroup {
   std::byte* slots_;
   const int rank_, size_;
   std::uint32_t stage_ = 0;
-  std::int64_t waited_ = 0;
 };
 
 }  // namespace ropeway

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from ropeway.compatibility import (
     conflict_of,
 )
 from tests.support.llms import idle, tiny_llm
+from tests.support.other_host import other_host, three_ports
 
 NUMBERS = (KV_INT8, KV_INT4, WEIGHTS_INT8, WEIGHTS_INT4, RANKS)
 """Options that change numbers; all others must not."""
-ELSEWHERE = (HOSTS,)
-"""In test_ranks, which starts the other host's process."""
 PREFIX = list(range(10, 74))
 PROMPTS = [[*PREFIX, 80 + i, *range(5 + i, 5 + 9 * i)] for i in range(8)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -35,7 +35,7 @@ DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=7, n=2, max_tokens=12, i
 
 def engines() -> list[tuple[Option, ...]]:
     """Sets of options that work together, so that every pair that does is in one of them."""
-    options = [option for option in OPTIONS if option not in ELSEWHERE]
+    options = OPTIONS
     missing = {pair for pair in itertools.combinations(options, 2) if conflict_of(*pair) is None}
     found = []
     while missing:
@@ -56,7 +56,12 @@ def answers(folder: Path, options: tuple[Option, ...]) -> list[Any]:
     fields = {name: value for option in options for name, value in option.example.items()}
     fields = {name: str(folder) if value == "FOLDER" else value for name, value in fields.items()}
     # Seats and blocks for three or four: requests wait, and give way.
-    with tiny_llm(**{"max_num_seqs": 6, "kv_blocks": 40, "shed": False, "admission": "greedy", **fields}) as llm:
+    fields = {"max_num_seqs": 6, "kv_blocks": 40, "shed": False, "admission": "greedy", **fields}
+    with ExitStack() as stack:
+        if HOSTS in options:
+            fields["master_port"] = three_ports()
+            stack.enter_context(other_host(fields))
+        llm = stack.enter_context(tiny_llm(**fields))
         outputs = [*llm.generate(PROMPTS, GREEDY, progress=False), *llm.generate(PROMPTS, DRAWN, progress=False)]
         assert idle(llm)
     return [(each.token_ids, each.logprobs) for output in outputs for each in output.outputs]
@@ -78,5 +83,5 @@ def test_options_that_work_together_change_no_answer(options: tuple[Option, ...]
 
 def test_every_pair_is_covered() -> None:
     covered = {pair for options in ENGINES for pair in itertools.combinations(options, 2)}
-    for pair in itertools.combinations([option for option in OPTIONS if option not in ELSEWHERE], 2):
+    for pair in itertools.combinations(OPTIONS, 2):
         assert (pair in covered) == (conflict_of(*pair) is None)

@@ -24,6 +24,7 @@ from tests.e2e.test_lifecycle import stream
 from tests.support.chat_model import tiny_chat_model
 from tests.support.gguf_files import qwen_coder, smollm2
 from tests.support.llms import idle, tiny_llm
+from tests.support.other_host import other_host, three_ports
 from tests.support.server_process import ServerProcess
 
 PROMPTS = [[5 + i % 300 for i in range(length)] for length in (3, 40, 150, 64, 17)]
@@ -135,6 +136,29 @@ def test_the_same_bits_over_a_network_and_by_shared_memory(ranks: LLM, collectiv
     shared = bits(ranks.generate(PROMPTS, GREEDY, progress=False))
     with ranked(size, collectives=collectives) as llm:
         assert bits(llm.generate(PROMPTS, GREEDY, progress=False)) == shared
+
+
+@pytest.mark.parametrize("collectives", ["auto", "gloo"])
+def test_the_same_bits_on_two_hosts_and_a_clean_end_of_both(ranks: LLM, collectives: str) -> None:
+    """The first host's word counts for how all of them talk."""
+    if ranks.config.parallel.tensor_parallel_size == 4:
+        pytest.skip("two ranks tell as much")
+    hosts = {"nnodes": 2, "cluster_secret": "of both", "master_port": three_ports()}
+    with other_host(hosts | {"tensor_parallel_size": 2}) as node:
+        with ranked(2, **hosts, collectives=collectives) as llm:
+            assert bits(llm.generate(PROMPTS, GREEDY, progress=False)) == bits(
+                ranks.generate(PROMPTS, GREEDY, progress=False)
+            )
+        assert node.wait(10) == 0
+
+
+def test_a_host_that_does_not_know_the_secret_does_not_get_in() -> None:
+    fields = {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret": "ours", "master_port": three_ports()}
+    with (
+        other_host(fields | {"cluster_secret": "guessed"}),
+        pytest.raises(EngineDead, match="rank 1 has not joined within 4 s"),
+    ):
+        tiny_llm(**fields, join_timeout_s=4)
 
 
 def test_the_same_bits_with_fused_collectives(ranks: LLM) -> None:

@@ -274,6 +274,17 @@ def test_the_table_is_measured_from_steps_that_fit(limit: int, sizes: tuple[int,
         assert len(np.unique(step.new_blocks)) == step.new_block_count.sum() <= 100
 
 
+def test_no_more_blocks_are_taken_than_there_are() -> None:
+    most = []
+
+    def run(step: Plan) -> float:
+        most.append(int(step.new_blocks.max()) + 1)
+        return 1e-3
+
+    measure(run, max_tokens=512, max_model_len=50, max_num_seqs=64, num_blocks=32, block_size=4)
+    assert 8 < max(most) <= 32  # a prompt of 50 takes 13 blocks, of which the last is not full
+
+
 def test_steps_that_take_long_are_measured_once() -> None:
     ran = []
 

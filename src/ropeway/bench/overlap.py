@@ -74,7 +74,7 @@ class Sample:
 
 
 class OverlapBench:
-    """Two engines on the same ranks' hosts, one for micro-batches and one for fused collectives."""
+    """An engine on ranks that overlaps in one of the two ways, or not at all."""
 
     def __init__(self, config: Config, *, fused: bool) -> None:
         """Loads the model. Raises what loading raises."""
@@ -282,11 +282,17 @@ def _ranks(config: Config, *, netns: bool) -> Iterator[tuple[Config, TwoHosts | 
     if not netns:
         yield config, None
         return
+    if config.parallel.collectives == "shared":
+        raise ConfigError("hosts share no memory; use collectives tcp or gloo", param="collectives")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("two ranks need a core each; this process may use one")
     parallel = ParallelConfig(
-        tensor_parallel_size=2, nnodes=2, master_addr=TwoHosts.addresses[0], cluster_secret=secrets.token_hex(16)
+        tensor_parallel_size=2,
+        nnodes=2,
+        master_addr=TwoHosts.addresses[0],
+        cluster_secret=secrets.token_hex(16),
+        collectives=config.parallel.collectives,
     )
     engine = dataclasses.replace(config.engine, threads=1)
     os.sched_setaffinity(0, {cores[0]})

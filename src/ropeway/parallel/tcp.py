@@ -2,8 +2,8 @@
 
 A sum moves as many bytes as in gloo's and NCCL's rings, n * 2 * (size - 1) / size elements out of every rank and as
 many in, but is added in rank order: everybody gets everybody's share of the elements, adds it, and hands the result
-round. Two ranks show each other everything, in one go and with as many bytes. Over a cable between two namespaces this
-takes a quarter of gloo's CPU time, which matters where a core is to compute meanwhile.
+round. Two ranks show each other everything, in one go and with as many bytes. A receiver is woken for a MiB and not
+for every packet, because the core that it takes may be computing.
 """
 
 from __future__ import annotations

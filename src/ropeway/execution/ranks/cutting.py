@@ -89,9 +89,10 @@ def measure(
     """Time steps of 32, 64, ... up to ``max_tokens`` tokens, as far as they fit, whole and cut in turns. ``run``
     computes a plan and returns the seconds it took; the rows and blocks that the plans use hold nothing of use then."""
     longest = min(max_model_len, num_blocks * block_size)
+    prompts = min(max_num_seqs, num_blocks // -(-longest // block_size))
     times: list[tuple[int, float, float]] = []
     size = SMALLEST
-    while size <= min(max_tokens, longest * max_num_seqs, num_blocks * block_size):
+    while size <= min(max_tokens, longest * prompts):
         plans = [prompts_plan(size, longest, block_size, cut) for cut in (0, size // 2)]
         took: tuple[list[float], list[float]] = ([], [])
         for repeat in range(REPEATS + 1):

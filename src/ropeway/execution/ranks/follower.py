@@ -108,8 +108,8 @@ class Follower:
         from ropeway.execution.ranks.meeting import meet
         from ropeway.loading.sources import resolve
 
-        communicator = meet(self._meeting)
         load = self._receive(Load)
+        communicator = meet(self._meeting, load.config.parallel)
         path = resolve(load.config.model.model) if load.path is None else Path(load.path)
         part = ModelPart(load.config, path, communicator, local_ranks=load.local_ranks)
         self._send(part.loaded(part.digest(path)))

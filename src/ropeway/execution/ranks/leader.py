@@ -108,7 +108,7 @@ class Leader:
         for rank in range(1, self.size):
             path = str(self._path) if rank < self.local_ranks else None
             self._send_to(rank, Load(self._config, path, self.local_ranks))
-        self._communicator = meet(self._meeting(0))
+        self._communicator = meet(self._meeting(0), self._config.parallel)
         return self._communicator
 
     def loaded(self, part: ModelPart) -> list[Loaded]:

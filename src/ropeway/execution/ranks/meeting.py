@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from ropeway.config import ParallelConfig
 from ropeway.errors import ConfigError
 from ropeway.execution.ranks.messages import Meeting
 from ropeway.parallel.communicator import Communicator
 
 
-def meet(meeting: Meeting) -> Communicator:
-    """Returns when the other ranks are there too, at the latest at the first collective. Raises ``RopewayError``."""
+def meet(meeting: Meeting, parallel: ParallelConfig) -> Communicator:
+    """``parallel``: rank 0's, since all must talk alike. Returns when the other ranks are there too, at the latest at
+    the first collective. Raises ``RopewayError``."""
     if meeting.shared_memory is not None:
         from ropeway.parallel.shared_memory import SharedMemoryCommunicator
 
@@ -26,7 +28,7 @@ def meet(meeting: Meeting) -> Communicator:
         store = network_store(meeting.host, meeting.port, rank, size, meeting.timeout_s)
         interface = meeting.interface
         address = local_address(meeting.host) if interface is None else address_of(interface)
-    if meeting.transport == "gloo":
+    if parallel.collectives == "gloo":
         from ropeway.parallel.gloo import GlooCommunicator
 
         return GlooCommunicator(store, rank, size, address=address, timeout_s=meeting.timeout_s)

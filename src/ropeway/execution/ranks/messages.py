@@ -15,7 +15,7 @@ signs of life.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import cast
 
 import msgspec
 
@@ -117,8 +117,6 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """For both."""
     shared_memory: int | None = None
     """File descriptor of ``parallel.shared_memory``; None: the ranks talk over a network."""
-    transport: Literal["tcp", "gloo"] = "tcp"
-    """How they do then."""
     folder: str | None = None
     """Where those of one host meet."""
     host: str | None = None
@@ -140,7 +138,6 @@ def meeting_of(parallel: ParallelConfig, rank: int, folder: str = "", shared_mem
         signs=f"tcp://{host}:{port + 1}" if several else f"ipc://{folder}/signs",
         secret=parallel.cluster_secret if several else None,
         shared_memory=shared_memory,
-        transport="gloo" if parallel.collectives == "gloo" else "tcp",
         folder=None if several else folder,
         host=host if several else None,
         port=port + 2,
