@@ -43,6 +43,7 @@ GOALS: dict[int | str, Goal] = {
     13: Goal("KV types", "benchmarks.goals.kv_types"),
     14: Goal("determinism", "benchmarks.goals.determinism"),
     15: Goal("simulator", "benchmarks.goals.simulator"),
+    16: Goal("robustness", "benchmarks.goals.robustness"),
     18: Goal("start and footprint", "benchmarks.goals.startup"),
 }
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,9 +17,9 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 
 from benchmarks.goals.verdict import Check, Outcome, table_of
+from benchmarks.server import Server, running
 
 _STEP_S = 0.05
 _TIERS = f"""
@@ -45,7 +42,6 @@ _BATCH_PROMPTS = 24
 _INTERACTIVE = (512, 24)
 _ALONE = 30
 _OVER = 60
-_START_S = 120.0
 
 
 def measure(model: str = "smollm2-135m") -> Outcome:
@@ -54,18 +50,18 @@ def measure(model: str = "smollm2-135m") -> Outcome:
         return asyncio.run(_measure(server))
 
 
-async def _measure(server: _Server) -> Outcome:
+async def _measure(server: Server) -> Outcome:
     async with _client(server) as client:
         rng = np.random.default_rng(0)
         batch = [rng.integers(1, 1000, _BATCH[0]).tolist() for _ in range(_BATCH_PROMPTS)]
         alone = [(await _ask(client, prompt, _BATCH[1], "batch")).tokens for prompt in batch]
         idle = await _once_a_second(client, rng, _ALONE)
-        before = await _counters(client, server)
+        before = await asyncio.to_thread(server.samples)
         load = _BatchLoad(client, batch)
         async with load.running():
             await asyncio.sleep(5.0)
             over = await _once_a_second(client, rng, _OVER)
-        after = await _counters(client, server)
+        after = await asyncio.to_thread(server.samples)
     wrong = sum(answer.tokens != alone[index] for index, answer in load.answers)
     steps = after["ropeway_engine_steps_total"] - before["ropeway_engine_steps_total"]
     step_s = load.wall_s / steps
@@ -174,66 +170,22 @@ async def _ask(client: httpx.AsyncClient, prompt: list[int], output_tokens: int,
 # --------------------------------------------------------------------------- the server
 
 
-@dataclass(frozen=True)
-class _Server:
-    port: int
-    management_port: int
-
-
 @asynccontextmanager
-async def _client(server: _Server) -> AsyncIterator[httpx.AsyncClient]:
+async def _client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=200, max_keepalive_connections=200)
-    url = f"http://127.0.0.1:{server.port}"
-    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=600.0, limits=limits, trust_env=False) as client:
         yield client
 
 
 @contextmanager
-def _server(model: str) -> Iterator[_Server]:
-    """A server process of its own, ended with everything it started."""
-    server = _Server(_free_port(), _free_port())
+def _server(model: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         tiers = Path(folder) / "tiers.toml"
         tiers.write_text(_TIERS, encoding="utf-8")
-        command = [
-            *(sys.executable, "-m", "ropeway", "serve", model),
-            *("--port", str(server.port), "--management-port", str(server.management_port)),
-            *("--tiers", str(tiers), "--step-budget", "tpot", "--max-num-seqs", str(_SEATS), "--swap-space", "0.5"),
-        ]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            try:
-                _wait_until_ready(process, server)
-                yield server
-            finally:
-                children = psutil.Process(process.pid).children(recursive=True)
-                process.terminate()
-                process.wait(timeout=60)
-                psutil.wait_procs(children, timeout=10)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], server: _Server) -> None:
-    deadline = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{server.management_port}/ready", timeout=2, trust_env=False).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise RuntimeError(f"the server was not ready within {_START_S:g} s (exit code {process.poll()})")
-
-
-async def _counters(client: httpx.AsyncClient, server: _Server) -> dict[str, float]:
-    """The samples of the metrics page by name and labels."""
-    response = await client.get(f"http://127.0.0.1:{server.management_port}/metrics")
-    samples = (line.rsplit(" ", 1) for line in response.text.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, value in samples}
+        flags = ("--tiers", str(tiers), "--step-budget", "tpot", "--max-num-seqs", str(_SEATS), "--swap-space", "0.5")
+        with running(model, *flags) as server:
+            yield server
 
 
 def _differences(before: dict[str, float], after: dict[str, float], name: str) -> dict[str, float]:
     return {key: value - before.get(key, 0.0) for key, value in after.items() if key.startswith(name)}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])

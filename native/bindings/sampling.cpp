@@ -9,7 +9,8 @@ void sample(Context& context, Address logits, std::int64_t rows, std::int64_t vo
             Address temperature, Address top_k, Address top_p, Address min_p, Address repetition_penalty,
             Address presence_penalty, Address frequency_penalty, Address seeds, Address tokens, std::int64_t positions,
             Address slots, Address prompt_lengths, Address lengths, Address bias_start, Address bias_ids,
-            Address bias_values, Address top_logprobs, Address token_ids, Address logprobs, Address top_ids,
+            Address bias_values, Address top_logprobs, Address mask_of, Address masks, std::int64_t mask_words,
+            Address token_ids, Address logprobs, Address top_ids,
             Address top_values, std::int64_t top) {
   const Call call(context);
   ROPEWAY_TABLE(sampling_kernels, context.isa())
@@ -35,6 +36,9 @@ void sample(Context& context, Address logits, std::int64_t rows, std::int64_t vo
                            .bias_ids = pointer<const std::int32_t>(bias_ids),
                            .bias_values = pointer<const float>(bias_values),
                            .top_logprobs = pointer<const std::int32_t>(top_logprobs),
+                           .mask_of = pointer<const std::int32_t>(mask_of),
+                           .masks = pointer<const std::uint32_t>(masks),
+                           .mask_words = mask_words,
                            .token_ids = pointer<std::int32_t>(token_ids),
                            .logprobs = pointer<float>(logprobs),
                            .top_ids = pointer<std::int32_t>(top_ids),

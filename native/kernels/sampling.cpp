@@ -28,7 +28,9 @@ class Row {
         scratch_(scratch),
         size_(args.vocabulary),
         padded_(round_up(size_, 16)),
-        logits_(args.logits + row * args.stride) {}
+        logits_(args.logits + row * args.stride),
+        mask_(args.mask_of == nullptr || args.mask_of[row] < 0 ? nullptr
+                                                               : args.masks + args.mask_of[row] * args.mask_words) {}
 
   void sample() {
     const float temperature = args_.temperature[row_];
@@ -36,7 +38,7 @@ class Row {
     const bool reports = args_.logprobs != nullptr && args_.top_logprobs[row_] >= 0;
     const bool penalized = args_.repetition_penalty[row_] != 1.0F || args_.presence_penalty[row_] != 0.0F ||
                            args_.frequency_penalty[row_] != 0.0F;
-    if (greedy && !reports && !penalized && args_.bias_start[row_] == args_.bias_start[row_ + 1]) {
+    if (greedy && !reports && !penalized && mask_ == nullptr && args_.bias_start[row_] == args_.bias_start[row_ + 1]) {
       args_.token_ids[row_] = best_logit();
       if (args_.logprobs != nullptr) report_nothing();
       return;
@@ -44,8 +46,9 @@ class Row {
     copy_logits();
     if (penalized) penalize();
     add_biases();
+    if (mask_ != nullptr) mask_out();
     peak_ = largest_value();
-    std::int64_t chosen = 0;
+    std::int64_t chosen = mask_ != nullptr ? first_allowed() : 0;
     if (peak_ > -kInfinity) chosen = greedy ? first_with(peak_) : draw(temperature);
     args_.token_ids[row_] = static_cast<std::int32_t>(chosen);
     if (args_.logprobs == nullptr) return;
@@ -109,6 +112,29 @@ class Row {
       if (token < 0 || token >= size_) continue;
       scratch_.values[token] = clean_one(scratch_.values[token] + args_.bias_values[i]);
     }
+  }
+
+  // The mask's bits of tokens [32 * word, 32 * word + 32).
+  std::uint32_t allowed(std::int64_t word) const { return word < args_.mask_words ? mask_[word] : 0; }
+
+  void mask_out() {
+    for (std::int64_t word = 0; word * 32 < size_; ++word) {
+      const std::uint32_t bits = allowed(word);
+      if (bits == ~std::uint32_t{0}) continue;
+      float* values = scratch_.values + word * 32;
+      const std::int64_t lanes = size_ - word * 32 < 32 ? size_ - word * 32 : 32;
+      for (std::int64_t i = 0; i < lanes; ++i)
+        if ((bits >> i & 1) == 0) values[i] = -kInfinity;
+    }
+  }
+
+  std::int64_t first_allowed() const {
+    for (std::int64_t word = 0; word * 32 < size_; ++word) {
+      if (allowed(word) == 0) continue;
+      const std::int64_t id = word * 32 + __builtin_ctz(allowed(word));
+      return id < size_ ? id : 0;
+    }
+    return 0;
   }
 
   float largest_value() const {
@@ -401,6 +427,7 @@ class Row {
   const Scratch& scratch_;
   const std::int64_t size_, padded_;
   const float* const logits_;
+  const std::uint32_t* const mask_;  // null: everything is allowed
   float peak_ = -kInfinity;
 };
 

@@ -26,6 +26,9 @@ struct Sampling {
   const std::int32_t* bias_ids;
   const float* bias_values;
   const std::int32_t* top_logprobs;
+  const std::int32_t* mask_of;  // null: no row has a mask
+  const std::uint32_t* masks;   // [masks, mask_words]
+  std::int64_t mask_words;
 
   std::int32_t* token_ids;
   float* logprobs;           // null: nobody asked

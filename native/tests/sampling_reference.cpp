@@ -13,6 +13,12 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 
 float clean(float x) { return std::isnan(x) ? -infinity : std::min(x, std::numeric_limits<float>::max()); }
 
+bool allowed(const Sampling& args, std::int64_t row, std::int64_t id) {
+  if (args.mask_of == nullptr || args.mask_of[row] < 0) return true;
+  if (id / 32 >= args.mask_words) return false;
+  return (args.masks[args.mask_of[row] * args.mask_words + id / 32] >> (id % 32) & 1) != 0;
+}
+
 struct Weighted {
   std::int64_t id;
   double weight, error;  // relative to the likeliest; what float32 may have made of it
@@ -58,6 +64,9 @@ std::vector<float> penalized_logits(const Sampling& args, std::int64_t row) {
     float& value = values[static_cast<std::size_t>(token)];
     value = clean(value + args.bias_values[i]);
   }
+  for (std::int64_t id = 0; id < args.vocabulary; ++id) {
+    if (!allowed(args, row, id)) values[static_cast<std::size_t>(id)] = -infinity;
+  }
   return values;
 }
 
@@ -70,6 +79,10 @@ SampledRow sample_row(const Sampling& args, std::int64_t row) {
   const double peak = static_cast<double>(value(ranked[0]));
 
   SampledRow result = {ranked[0], true, 0.0, {}, {}};
+  if (peak == -INFINITY) {  // nothing is left: what the mask allows at all
+    for (std::int64_t id = args.vocabulary - 1; id >= 0; --id)
+      if (allowed(args, row, id)) result.token = id;
+  }
   double mass = 0.0;
   for (const float v : values) mass += std::isinf(peak) ? 0.0 : std::exp(static_cast<double>(v) - peak);
   const auto logprob = [&](std::int64_t id) {

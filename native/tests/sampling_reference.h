@@ -19,7 +19,7 @@ struct SampledRow {
   std::vector<double> top_logprobs;
 };
 
-// Logits after penalties and biases: in float32, exactly what the kernel goes on with.
+// Logits after penalties, biases and masks: in float32, exactly what the kernel goes on with.
 std::vector<float> penalized_logits(const Sampling& args, std::int64_t row);
 
 SampledRow sample_row(const Sampling& args, std::int64_t row);

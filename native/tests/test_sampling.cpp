@@ -28,6 +28,9 @@ struct Batch {
   Buffer<std::int32_t> top_k, tokens, slots, prompt_lengths, lengths, bias_start, bias_ids, top_logprobs;
   Buffer<std::int32_t> token_ids, top_ids;
   Buffer<float> logprobs, top_values;
+  Buffer<std::int32_t> mask_of;  // empty: there are no masks
+  Buffer<std::uint32_t> masks;
+  std::int64_t mask_words = 0;
   std::int64_t top = 0;
   bool reports = false;
 
@@ -100,6 +103,9 @@ struct Batch {
         .bias_ids = bias_ids.data(),
         .bias_values = bias_values.data(),
         .top_logprobs = top_logprobs.data(),
+        .mask_of = mask_of.size() == 0 ? nullptr : mask_of.data(),
+        .masks = masks.data(),
+        .mask_words = mask_words,
         .token_ids = token_ids.data(),
         .logprobs = reports ? logprobs.data() : nullptr,
         .top_ids = top_ids.data(),
@@ -184,6 +190,20 @@ void add_biases(Batch& batch, const std::vector<float>& choices, Random& random)
   batch.bias_values = Buffer<float>(values);
 }
 
+// Some rows get a mask: of few tokens, of most, of none; perhaps shorter than the vocabulary.
+void add_masks(Batch& batch, Random& random) {
+  const std::int64_t whole = (batch.vocabulary + 31) / 32, count = random.integer(1, 4);
+  batch.mask_words = random.chance(0.2) ? random.integer(1, whole) : whole;
+  batch.mask_of = Buffer<std::int32_t>(static_cast<std::size_t>(batch.rows()));
+  for (std::int32_t& mask : batch.mask_of) mask = up_to(count - 1, random, -1);
+  batch.masks = Buffer<std::uint32_t>(static_cast<std::size_t>(count * batch.mask_words));
+  const double share = random.pick<double>({0.0, 0.02, 0.5, 0.98, 1.0});
+  for (std::uint32_t& word : batch.masks) {
+    word = 0;
+    for (int bit = 0; bit < 32; ++bit) word |= static_cast<std::uint32_t>(random.chance(share)) << bit;
+  }
+}
+
 std::int64_t random_vocabulary(std::uint64_t seed, Random& random) {
   if (seed % 25 == 24) return random.integer(2000, 40000);
   return random.integer(1, 3 + 4 * static_cast<std::int64_t>(seed));
@@ -212,6 +232,7 @@ TEST_CASE("sampled tokens and log-probabilities are those of double precision") 
         if (random.chance(0.4)) batch.top_logprobs[row] = up_to(std::min<std::int64_t>(batch.vocabulary, 20), random);
       }
       if (random.chance(0.5)) add_biases(batch, {-infinity, -1.0F, 0.5F, 4.0F, 100.0F}, random);
+      if (batch.rows() > 0 && random.chance(0.4)) add_masks(batch, random);
       check_batch(context(isa, static_cast<int>(random.integer(1, 4))), batch, tally);
     });
     CHECK(tally.uncertain * 10 <= tally.rows);  // or little would be compared
@@ -245,6 +266,7 @@ TEST_CASE("sampling keeps its rules at the ends of every parameter") {
         }
       }
       add_biases(batch, {-infinity, infinity, NAN, largest, -largest, 0.0F}, random);
+      if (random.chance(0.5)) add_masks(batch, random);
       check_batch(context(isa, static_cast<int>(random.integer(1, 4))), batch, tally);
     });
   }

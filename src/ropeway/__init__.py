@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ropeway.grammar import Grammar
 from ropeway.request import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from ropeway.version import __version__
 
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncLLM",
     "Completion",
     "FinishReason",
+    "Grammar",
     "RequestOutput",
     "SamplingParams",
     "TokenLogprob",

@@ -172,16 +172,36 @@ class ServerConfig:
     """Port of the loopback listener for health, readiness and metrics; default: port + 1."""
     api_key: str | None = None
     """Clients must send it as a bearer token."""
+    api_keys: str | None = None
+    """File of several keys, each with a tenant, a tier and limits (ropeway keys new); read again on SIGHUP."""
+    tls_cert: str | None = None
+    """Certificate chain (PEM) to serve HTTPS with; read again when it changes."""
+    tls_key: str | None = None
+    """Its private key (PEM)."""
+    cors_origins: str | None = None
+    """Origins whose pages may call the API from a browser, separated by commas; * for all; default: none."""
     served_model_name: str | None = None
     """Name clients use; several separated by commas; default: the model's own."""
     max_queue: int = 256
     """Requests that may wait for a seat; more get 429."""
     max_body_mb: float = 8.0
     """Largest request body in MiB; more gets 413."""
+    body_timeout_s: float = 60.0
+    """How long a request's body may take to arrive; then 408."""
+    read_timeout_s: float = 60.0
+    """How long a stream waits for a client that does not read; then its request is cancelled."""
+    engine_restarts: int = 5
+    """How often a dead engine is started again within ten minutes; 0: the server ends with it."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "deepseek"] = "auto"
+    """How the model writes tool calls; auto: as its chat template tells."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """Whether the model reasons between <think> and </think> before it answers; auto: as its chat template tells."""
     access_log: bool = False
     """Log a line per request: method, path, status and time; never text."""
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written."""
 
 
 @dataclass(frozen=True)

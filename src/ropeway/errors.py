@@ -42,6 +42,22 @@ class Unauthorized(RopewayError):
     default_code = "invalid_api_key"
 
 
+class Forbidden(RopewayError):
+    """Something that the caller's key does not allow."""
+
+    status = 403
+    kind = "permission_error"
+    default_code = "forbidden"
+
+
+class RequestTimeout(RopewayError):
+    """The request did not arrive in time."""
+
+    status = 408
+    kind = "invalid_request_error"
+    default_code = "request_timeout"
+
+
 class ModelNotFound(RopewayError):
     """A model name this server does not serve, or a source that does not exist."""
 

@@ -73,6 +73,15 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         return int(self.start.sum() + self.count.sum())
 
 
+class Masks(msgspec.Struct, frozen=True, eq=False):
+    """Which tokens some rows of a step may sample."""
+
+    row: Ints
+    """int32 [m], increasing: index among the plan's sampling rows."""
+    bits: Ints
+    """int32 [m, words]: token t is allowed where bit t % 32 of word t // 32 is set; tokens beyond the words are not."""
+
+
 class Result(msgspec.Struct, frozen=True, eq=False):
     """The sampled tokens of one plan."""
 

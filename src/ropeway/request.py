@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropeway.errors import InvalidRequest
+from ropeway.grammar import Grammar
 
 MAX_LOGPROBS = 20
 """Largest ``logprobs`` (OpenAI's limit for ``top_logprobs``)."""
@@ -25,6 +26,10 @@ MAX_STOP_LENGTH = 1024
 """Most characters of a stop string."""
 MAX_STOP_TOKEN_IDS = 64
 """Largest number of ``stop_token_ids``: every step compares its tokens with all of a request's."""
+MAX_BAD_WORDS = 256
+"""Largest number of ``bad_words``."""
+MAX_ALLOWED_TOKEN_IDS = 2**18
+"""Largest number of ``allowed_token_ids``."""
 
 
 class FinishReason(enum.StrEnum):
@@ -81,11 +86,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     before temperature and truncation."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()
+    """Texts that the completion must not hold; of each, the tokens it has with and without a blank before it are never
+    generated in a row."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be generated; None: all."""
+    grammar: Grammar | None = None
+    """What the completion must look like. It ends when it has come to the grammar's end, and before that only by
+    ``max_tokens`` or a stop string."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning between <think> and </think>; then the latter is forced. None: no limit."""
+    thinking: bool = False
+    """For ``thinking_budget``: whether the prompt ends within the reasoning."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             if isinstance(getattr(self, name), list):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -129,14 +146,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"{len(self.bad_words)} bad_words; the limit is {MAX_BAD_WORDS}", param="bad_words")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word or len(word) > MAX_STOP_LENGTH:
+                raise InvalidRequest(f"a bad word must be text of 1 to {MAX_STOP_LENGTH} characters", param="bad_words")
+        if self.allowed_token_ids is not None:
+            if not 0 < len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS:
+                raise InvalidRequest(
+                    f"allowed_token_ids names {len(self.allowed_token_ids)} tokens; from 1 to {MAX_ALLOWED_TOKEN_IDS} "
+                    "can be",
+                    param="allowed_token_ids",
+                )
+            for token in self.allowed_token_ids:
+                _whole("allowed_token_ids", token, 0, 2**31 - 1)
+        if self.thinking_budget is not None:
+            _whole("thinking_budget", self.thinking_budget, 0, 2**31 - 1)
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos cannot go with structured output, whose end is an end token; leave one out",
+                param="ignore_eos",
+            )
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-3
 
+    @property
+    def constrained(self) -> bool:
+        """Whether what may be sampled depends on what was said before, or is limited at all."""
+        limits = (self.grammar, self.bad_words or None, self.allowed_token_ids, self.thinking_budget)
+        return any(limit is not None for limit in limits)
+
     def check_vocabulary(self, size: int) -> None:
         """Raise ``InvalidRequest`` for a token id outside the model's vocabulary of ``size`` ids."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+        ):
             worst = max(ids, default=-1)
             if worst >= size:
                 raise InvalidRequest(
@@ -195,12 +246,17 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 class Gate:
     """What a waiting request waits for before it may be seated: a sibling's prefill, a prefix on its way from disk, a
-    compiled grammar. A gate holds no device blocks. It opens once and stays open."""
+    compiled grammar. A gate holds no device blocks. It opens when all of these are there, and stays open."""
 
-    __slots__ = ("open",)
+    __slots__ = ("waits",)
 
     def __init__(self) -> None:
-        self.open = False
+        self.waits = 1
+        """Things that are not there yet."""
+
+    @property
+    def open(self) -> bool:
+        return self.waits <= 0
 
 
 @dataclass(slots=True, eq=False)

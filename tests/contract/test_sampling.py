@@ -59,6 +59,7 @@ def row_params(vocabulary: int) -> st.SearchStrategy[RowParams]:
         output=history,
         bias=st.dictionaries(token, st.sampled_from([-100.0, 2.0, -math.inf]), max_size=vocabulary // 2),
         top_logprobs=st.sampled_from([-1, 0, 1, 5, 20]),
+        allowed=st.none() | st.none() | st.frozensets(token, max_size=vocabulary),
     )
 
 
@@ -70,7 +71,8 @@ def test_sampling_agrees_with_the_reference_device(isa: str, data: st.DataObject
     vocabulary = data.draw(st.sampled_from([1, 2, 15, 16, 17, 100, 1500]), "vocabulary")
     rows = data.draw(st.lists(row_params(vocabulary), max_size=4), "rows")
     logits = (normal(len(rows), vocabulary, seed=data.draw(st.integers(0, 99), "seed")) * 8).round() / 4
-    inputs = sample_inputs(rows)
+    # A mask may be shorter than the vocabulary: what it does not speak of is not allowed.
+    inputs = sample_inputs(rows, mask_words=data.draw(st.sampled_from([1, -(-vocabulary // 32)]), "words"))
     got, want = sample(CONTEXTS[isa], logits, inputs), reference_sample(logits, inputs)
     assert torch.equal(got.token_ids, want.token_ids)
     if want.logprobs is None:
@@ -109,6 +111,39 @@ def test_a_large_vocabulary_is_sampled_like_a_small_one(isa: str, row: RowParams
     inputs = sample_inputs(rows)
     wide = logits.expand(len(rows), -1)
     assert torch.equal(sample(CONTEXTS[isa], wide, inputs).token_ids, reference_sample(wide, inputs).token_ids)
+
+
+@every_isa
+def test_a_mask_leaves_the_likeliest_of_what_it_allows(isa: str) -> None:
+    logits = torch.arange(100.0)
+    rows = [
+        dataclasses.replace(GREEDY, allowed=frozenset({3, 40, 7}), top_logprobs=3),
+        GREEDY,
+        dataclasses.replace(GREEDY, allowed=frozenset({3, 40}), bias={40: -math.inf, 3: -math.inf}),
+        dataclasses.replace(GREEDY, allowed=frozenset()),
+        RowParams(allowed=frozenset({98})),
+    ]
+    inputs = sample_inputs(rows, mask_words=4)
+    got = sample(CONTEXTS[isa], logits.expand(len(rows), -1), inputs)
+    assert got.token_ids.tolist() == [40, 99, 3, 0, 98]
+    assert got.top_ids is not None
+    assert got.top_logprobs is not None
+    assert got.top_ids[0].tolist() == [40, 7, 3]
+    torch.testing.assert_close(got.top_logprobs[0], torch.tensor([40.0, 7.0, 3.0]).log_softmax(0))
+
+
+@every_isa
+def test_masks_that_do_not_fit_are_refused(isa: str) -> None:
+    inputs = sample_inputs([dataclasses.replace(GREEDY, allowed=frozenset({1}))])
+    assert inputs.mask_of is not None
+    for wrong in (
+        {"mask_of": None},
+        {"mask_of": inputs.mask_of + 1},
+        {"mask_of": inputs.mask_of.long()},
+        {"masks": torch.zeros(1, 2)},
+    ):
+        with pytest.raises(ValueError, match="mask"):
+            sample(CONTEXTS[isa], torch.zeros(1, 64), dataclasses.replace(inputs, **wrong))
 
 
 # --------------------------------------------------------------------------- the draw

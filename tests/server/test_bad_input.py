@@ -13,7 +13,16 @@ import openai
 import pytest
 
 from ropeway.server.limits import MAX_MESSAGES
-from tests.server.asking import CHAT, COMPLETIONS, HI, chat_body, check_error, check_serving, completion_body, stream
+from tests.server.asking import (
+    CHAT,
+    COMPLETIONS,
+    HI,
+    chat_body,
+    check_error,
+    check_serving,
+    completion_body,
+    stream,
+)
 from tests.server.conftest import MODEL
 from tests.support.scripted_engine import ScriptedEngine, scripted_tokenizer
 from tests.support.served import Served, serving
@@ -263,21 +272,12 @@ def test_unknown_fields_are_ignored_and_logged_once(http: httpx.Client, caplog: 
 @pytest.mark.parametrize(
     ("name", "on", "off"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}], []),
-        ("tool_choice", "required", "auto"),
         ("functions", [{"name": "f"}], []),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("response_format", {"type": "json_schema"}, {"type": "text"}),
-        ("response_format", {"type": "xml"}, None),
         ("modalities", ["text", "audio"], ["text"]),
         ("audio", {"voice": "x"}, None),
         ("prompt_logprobs", 0, None),
-        ("echo", True, False),
         ("suffix", "x", ""),
         ("use_beam_search", True, False),
-        ("guided_regex", "[a-", None),
-        ("bad_words", ["the"], []),
-        ("allowed_token_ids", [1], None),
         ("truncate_prompt_tokens", 5, None),
     ],
 )
@@ -288,6 +288,24 @@ def test_a_field_not_served_is_refused_by_name_unless_it_is_off(
     make = chat_body if path == CHAT else completion_body
     check_error(http.post(path, json=make(**{name: on})), 400, name, param=name)
     assert http.post(path, json=make(**{name: off})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "on", "off"),
+    [
+        (CHAT, "echo", True, False),
+        (CHAT, "best_of", 2, 1),
+        (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f"}}], []),
+        (COMPLETIONS, "tool_choice", "required", "auto"),
+        ("/v1/responses", "response_format", {"type": "json_object"}, {"type": "text"}),
+    ],
+)
+def test_a_field_of_another_route_is_refused_by_name(
+    http: httpx.Client, path: str, name: str, on: object, off: object
+) -> None:
+    body = {"model": MODEL, "messages": HI, "prompt": "Hi", "input": "Hi"}
+    check_error(http.post(path, json={**body, name: on}), 400, name, param=name)
+    assert http.post(path, json={**body, name: off}).status_code == 200
 
 
 def test_stream_options_without_stream_are_refused(http: httpx.Client) -> None:

@@ -89,11 +89,6 @@ def test_special_tokens_spelled_in_a_prompt_are_special_tokens(served: Served, h
     assert served.engine.submitted[-1][0][0] == 1
 
 
-def test_best_of_may_only_be_n(http: httpx.Client) -> None:
-    assert http.post(COMPLETIONS, json=completion_body(n=2, best_of=2)).status_code == 200
-    check_error(http.post(COMPLETIONS, json=completion_body(best_of=3)), 400, "best_of", param="best_of")
-
-
 def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
     body = http.post("/tokenize", json={"model": MODEL, "prompt": SCRIPT, "return_token_strs": True}).json()
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])

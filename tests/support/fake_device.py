@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ropeway.outcome import LogprobColumns
-from ropeway.plan import Plan, Result, Seat
+from ropeway.plan import Masks, Plan, Result, Seat
 from ropeway.request import SamplingParams
 
 VOCAB = 61
@@ -73,7 +73,7 @@ class FakeWork:
         self.hidden: list[int] = []
         self.done: Result | None = None
 
-    def sample(self) -> None:
+    def sample(self, masks: Masks | None = None) -> None:
         self.device.queue.append(lambda: self.device.run_sample(self))
 
     def result(self) -> Result:

@@ -26,9 +26,11 @@ class RowParams:
     output: tuple[int, ...] = ()
     bias: dict[int, float] = field(default_factory=dict)
     top_logprobs: int = -1
+    allowed: frozenset[int] | None = None
+    """What its mask allows; None: it has no mask."""
 
 
-def sample_inputs(rows: Sequence[RowParams]) -> SampleInputs:
+def sample_inputs(rows: Sequence[RowParams], mask_words: int = 2) -> SampleInputs:
     """Columns of the rows. Histories lie in slots in reverse order, with ids that would show after their ends."""
 
     def floats(name: str) -> torch.Tensor:
@@ -45,6 +47,10 @@ def sample_inputs(rows: Sequence[RowParams]) -> SampleInputs:
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + len(row.bias))
+    masked = [row for row in rows if row.allowed is not None]
+    masks = torch.tensor([_words(row.allowed or frozenset(), mask_words) for row in masked], dtype=torch.int32)
+    places = iter(range(len(masked)))
+    mask_of = ints([-1 if row.allowed is None else next(places) for row in rows])
     return SampleInputs(
         temperature=floats("temperature"),
         top_k=ints([row.top_k for row in rows]),
@@ -62,4 +68,14 @@ def sample_inputs(rows: Sequence[RowParams]) -> SampleInputs:
         bias_ids=ints([token for row in rows for token in row.bias]),
         bias_values=torch.tensor([value for row in rows for value in row.bias.values()], dtype=torch.float32),
         top_logprobs=ints([row.top_logprobs for row in rows]),
+        mask_of=mask_of if masked else None,
+        masks=masks.reshape(-1, mask_words) if masked else None,
     )
+
+
+def _words(allowed: frozenset[int], count: int) -> list[int]:
+    words = [0] * count
+    for token in allowed:
+        if token < 32 * count:
+            words[token // 32] |= 1 << token % 32
+    return [word - 2**32 if word >= 2**31 else word for word in words]

@@ -15,7 +15,7 @@ import msgspec
 from ropeway.engine.client import Delta, RequestOptions, Usage, error_of
 from ropeway.engine.completions import CompletionText
 from ropeway.engine.generation import cut
-from ropeway.engine.messages import EngineInfo, Stats, TierStats
+from ropeway.engine.messages import EngineInfo, Inspected, QueueView, SeatView, Stats, TierStats
 from ropeway.engine.submission import Submitter
 from ropeway.errors import EngineDead, QueueFull
 from ropeway.outcome import Finished, Refusal
@@ -271,6 +271,14 @@ class ScriptedEngine:
 
     async def record(self, on: bool) -> bytes:
         return b"" if on else b"{}"
+
+    async def inspect(self) -> Inspected:
+        seat = SeatView(
+            id=7, tier="standard", prompt_tokens=10, computed_tokens=14, output_tokens=4, limit=40, blocks=1,
+            preemptions=0,
+        )  # fmt: skip
+        waiting = QueueView(id=8, tier="batch", prompt_tokens=3, waits_s=1.5, swapped=False, gated=False)
+        return Inspected(seats=[seat] * len(self.live), queue=[waiting], blocks=bytes([2, 3, 1] + [0] * 61))
 
     async def died(self) -> str:
         await self.dead.wait()

@@ -15,7 +15,7 @@ from ropeway.config import SchedulerConfig
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.outcome import StepOutput
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.request import FinishReason, SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.tiers import DEFAULT_TIERS, Tier, find_tier
@@ -29,7 +29,7 @@ class RecordedWork:
         self.plan = plan
         self._calls = calls
 
-    def sample(self) -> None:
+    def sample(self, masks: Masks | None = None) -> None:
         self._calls.append(f"sample {self.plan.seq}")
 
     def result(self) -> Result:

@@ -15,7 +15,7 @@ import grimp
 import pytest
 
 FLOORS: dict[int, tuple[str, ...]] = {
-    6: ("cli", "server", "llm", "__main__"),
+    6: ("cli", "server", "migration", "llm", "__main__"),
     5: ("engine", "simulation", "bench"),
     4: ("scheduling", "execution"),
     3: ("cache", "models", "loading", "text"),
@@ -33,6 +33,8 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "lifeline",
         "trace",
         "compatibility",
+        "grammar",
+        "logs",
     ),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}

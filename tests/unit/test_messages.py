@@ -17,9 +17,13 @@ from ropeway.engine.messages import (
     Explained,
     Failed,
     FromEngine,
+    Inspect,
+    Inspected,
     NewRequest,
+    QueueView,
     Record,
     Recorded,
+    SeatView,
     Shutdown,
     Start,
     Stats,
@@ -29,6 +33,7 @@ from ropeway.engine.messages import (
     decode_from_engine,
     decode_to_engine,
 )
+from ropeway.grammar import Grammar
 from ropeway.outcome import Finished, LogprobColumns, Refusal, Started, StepOutput
 from ropeway.request import FinishReason, SamplingParams, Timeline
 from ropeway.tiers import DEFAULT_TIERS
@@ -73,6 +78,14 @@ TIMELINE = Timeline(
     output_tokens=7,
     cached_tokens=16,
 )
+CONSTRAINED = SamplingParams(
+    bad_words=("a", "b"),
+    allowed_token_ids=(1, 2),
+    grammar=Grammar.choice(["a", "grüße"], after="</think>"),
+    thinking_budget=7,
+    thinking=True,
+)
+"""What cannot go with ``ignore_eos``."""
 TO_ENGINE: list[ToEngine] = [
     Start(Config(), "/m"),
     Start(Config(cache=CacheConfig(kv_memory=0.5), server=ServerConfig(api_key="k")), "/m", [2, 7], 400),
@@ -96,7 +109,9 @@ TO_ENGINE: list[ToEngine] = [
     ),
     Abort([1, 2**62], "disconnect"),
     Explain([1, 2**62]),
+    Submit([NewRequest(id=3, prompt=np.arange(2, dtype=np.int32), params=CONSTRAINED, seed=1)]),
     Record(True),
+    Inspect(),
     Shutdown(),
 ]
 FROM_ENGINE: list[FromEngine] = [
@@ -135,6 +150,23 @@ FROM_ENGINE: list[FromEngine] = [
     Explained({1: TIMELINE, 2**40: Timeline()}),
     Recorded(),
     Recorded(b'{"traceEvents": []}'),
+    Inspected(),
+    Inspected(
+        seats=[
+            SeatView(
+                id=2**40,
+                tier="batch",
+                prompt_tokens=3,
+                computed_tokens=4,
+                output_tokens=1,
+                limit=9,
+                blocks=1,
+                preemptions=2,
+            )
+        ],
+        queue=[QueueView(id=5, tier="batch", prompt_tokens=7, waits_s=0.25, swapped=True, gated=True)],
+        blocks=bytes(range(4)),
+    ),
     Failed("OutOfMemory", "no room"),
 ]
 
@@ -158,7 +190,12 @@ def test_the_examples_are_of_every_kind_and_set_every_sampling_field() -> None:
     assert {type(message) for message in TO_ENGINE} == set(get_args(ToEngine))
     assert {type(message) for message in FROM_ENGINE} == set(get_args(FromEngine))
     usual = SamplingParams()
-    assert [f for f in usual.__struct_fields__ if getattr(usual, f) == getattr(EVERY_FIELD, f)] == []
+    unset = [
+        field
+        for field in usual.__struct_fields__
+        if all(getattr(usual, field) == getattr(params, field) for params in (EVERY_FIELD, CONSTRAINED))
+    ]
+    assert unset == []
 
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)

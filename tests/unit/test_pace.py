@@ -12,7 +12,7 @@ from ropeway.config import SchedulerConfig
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.engine.pace import Pace
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.request import SamplingParams
 from ropeway.scheduling.cost import StepCost
 from ropeway.scheduling.scheduler import Scheduler
@@ -98,7 +98,7 @@ class SteadyWork:
     def __init__(self, plan: Plan, clock: Clock, ends_s: float) -> None:
         self.plan, self._clock, self._ends_s = plan, clock, ends_s
 
-    def sample(self) -> None: ...
+    def sample(self, masks: Masks | None = None) -> None: ...
 
     def result(self) -> Result:
         self._clock.now = max(self._clock.now, self._ends_s)

@@ -17,7 +17,7 @@ from ropeway.config import SchedulerConfig
 from ropeway.engine.engine import Engine
 from ropeway.engine.messages import NewRequest
 from ropeway.outcome import StepOutput
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.request import SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.simulation.cost_model import CostModel
@@ -35,7 +35,7 @@ MAY_BE_IMPORTED = {
     "ropeway.cache.host": {"HostTier"},
     "ropeway.cache.keys": {"chain", "root_key"},
     "ropeway.engine.engine": {"Engine"},
-    "ropeway.plan": {"Plan", "Result"},
+    "ropeway.plan": {"Masks", "Plan", "Result"},
     "ropeway.request": {"SamplingParams", "FinishReason", "Timeline"},
 }
 """From rooms where decisions are taken or carried out, what the simulator may know."""
@@ -237,7 +237,7 @@ class DeviceStep:
         self.plan = plan
         self._result = result
 
-    def sample(self) -> None:
+    def sample(self, masks: Masks | None = None) -> None:
         """Done."""
 
     def result(self) -> Result:

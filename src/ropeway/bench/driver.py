@@ -21,7 +21,7 @@ from ropeway.errors import RopewayError
 from ropeway.execution.executor import Executor, Work
 from ropeway.loading.sources import resolve as resolve_source
 from ropeway.outcome import StepOutput
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.request import FinishReason, SamplingParams, Timeline
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.tiers import find_tier
@@ -258,8 +258,8 @@ class _ObservedWork:
         self._work = work
         self._took = took
 
-    def sample(self) -> None:
-        self._work.sample()
+    def sample(self, masks: Masks | None = None) -> None:
+        self._work.sample(masks)
 
     def result(self) -> Result:
         result = self._work.result()

@@ -30,7 +30,7 @@ from ropeway.errors import ConfigError, RopewayError
 from ropeway.execution.executor import Executor, Work
 from ropeway.loading.sources import resolve as resolve_source
 from ropeway.outcome import Finished, StepOutput
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.request import SamplingParams
 from ropeway.scheduling.scheduler import MAX_PREEMPTIONS
 from ropeway.tiers import DEFAULT_TIERS
@@ -261,8 +261,8 @@ class _NotedWork:
         self._work = work
         self._steps = steps
 
-    def sample(self) -> None:
-        self._work.sample()
+    def sample(self, masks: Masks | None = None) -> None:
+        self._work.sample(masks)
 
     def result(self) -> Result:
         result = self._work.result()

@@ -55,6 +55,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def states(self) -> bytes:
+        """A byte per block: 0 free, 1 cached, 2 live, 3 live and shared."""
+        return bytes(
+            min(references + 1, 3) if references else key is not None
+            for references, key in zip(self._references, self._key, strict=True)
+        )
+
     def references(self, block: int) -> int:
         """How many requests hold the block."""
         return self._references[block]

@@ -16,8 +16,9 @@ from ropeway.cli.bench_overlap import overlap
 from ropeway.cli.bench_perplexity import perplexity
 from ropeway.cli.bench_startup import startup
 from ropeway.cli.failures import told_plainly
-from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.cli.options import ConfigFile, Model, resolved, with_settings
 from ropeway.cli.terminal import JsonFile, print_table, progress_bar
+from ropeway.logs import log_to_stderr
 
 app = typer.Typer(
     add_completion=False,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ropeway.cli.failures import told_plainly
-from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.cli.options import ConfigFile, Model, resolved, with_settings
 from ropeway.cli.terminal import JsonFile, print_table, progress_bar
+from ropeway.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from ropeway.bench.kv import KVFigures

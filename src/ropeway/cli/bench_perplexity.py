@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from ropeway.cli.failures import told_plainly
-from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.cli.options import ConfigFile, Model, resolved, with_settings
 from ropeway.cli.terminal import JsonFile, print_table, progress_bar
 from ropeway.config import Config
 from ropeway.errors import ConfigError
+from ropeway.logs import log_to_stderr
 from ropeway.settings import Origin, convert, settings
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ropeway.cli.failures import told_plainly
-from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.cli.options import ConfigFile, Model, resolved, with_settings
 from ropeway.cli.sampling import MaxTokens, Seed, Temperature, sampling_params
 from ropeway.errors import InvalidRequest
+from ropeway.logs import log_to_stderr
 from ropeway.request import SamplingParams
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer.core
 
 from ropeway.version import __version__
 
-COMMANDS = ("serve", "chat", "generate", "pull", "doctor", "simulate", "bench")
+COMMANDS = ("serve", "chat", "generate", "pull", "doctor", "simulate", "bench", "run-batch", "top", "keys", "config")
 """Modules of ``ropeway.cli``, each with a function, or an ``app`` of further commands, of its name."""
 
 
@@ -33,11 +33,12 @@ class _OnDemand(typer.core.TyperGroup):
 
 
 def _made(name: str) -> Any:
-    module = importlib.import_module(f"ropeway.cli.{name}")
+    place = name.replace("-", "_")
+    module = importlib.import_module(f"ropeway.cli.{place}")
     app: typer.Typer | None = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-        app.command(name)(getattr(module, name))
+        app.command(name)(getattr(module, place))
     command = typer.main.get_command(app)
     command.name = name
     return command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -52,10 +51,6 @@ def resolved(model: str | None, file: Path | None, flags: dict[str, Any]) -> Res
     for note in result.notes:
         logging.getLogger("ropeway").warning("%s", note)
     return result
-
-
-def log_to_stderr(level: int = logging.INFO) -> None:
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s")
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:

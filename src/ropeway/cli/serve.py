@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from ropeway.cli.failures import told_plainly
-from ropeway.cli.options import ConfigFile, Model, log_to_stderr, resolved, with_settings
+from ropeway.cli.options import ConfigFile, Model, resolved, with_settings
+from ropeway.logs import log_to_stderr
 from ropeway.settings import render
 
 
@@ -24,6 +25,8 @@ def serve(
     """Serve a model over HTTP, as the OpenAI API does; with --node-rank, hold ranks for the host that serves."""
     log_to_stderr()
     result = resolved(model, config, flags)
+    if result.config.server.log_format == "json":
+        log_to_stderr(form="json", again=True)
     if show_config:
         typer.echo(render(result))
         return

@@ -11,8 +11,9 @@ import typer
 
 from ropeway.cli.bench import HtmlFile, latency_tables
 from ropeway.cli.failures import told_plainly
-from ropeway.cli.options import ConfigFile, log_to_stderr, resolved, with_settings
+from ropeway.cli.options import ConfigFile, resolved, with_settings
 from ropeway.cli.terminal import JsonFile, print_table, progress_bar
+from ropeway.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from ropeway.bench.traces import Trace

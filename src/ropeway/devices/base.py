@@ -184,6 +184,10 @@ class SampleInputs:
     """float32: added to the logit; -inf masks it."""
     top_logprobs: Tensor
     """int32 [s]: how many of the likeliest tokens to report; -1: no log-probabilities."""
+    mask_of: Tensor | None = None
+    """int32 [s]: the row of ``masks`` that says what may be sampled; -1: anything. None: no row has one."""
+    masks: Tensor | None = None
+    """int32 [m, words]: token t is allowed where bit t % 32 of word t // 32 is set, and not beyond the words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +305,10 @@ class Kernels(Protocol):
     def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
         """Choose a token per row of logits (float32 [s, vocabulary], not modified).
 
-        In this order: penalties and biases; log-probabilities are taken here; temperature; top-k;
+        In this order: penalties and biases; masks; log-probabilities are taken here; temperature; top-k;
         top-p and min-p over what is left (at least one token stays); then the token whose cumulated
-        probability, in id order, first passes u in [0, 1), u = philox(seed, position)."""
+        probability, in id order, first passes u in [0, 1), u = philox(seed, position). Where biases leave nothing of
+        what a mask allows, the lowest id that it allows is taken, likely or not."""
         ...
 
 

@@ -25,6 +25,7 @@ def sample(logits: Tensor, inputs: SampleInputs) -> Sampled:
     if most < 0:
         return Sampled(token_ids, None, None, None)
     logprobs = adjusted.double().log_softmax(-1).float()
+    logprobs[(adjusted == float("-inf")).all(-1)] = float("-inf")  # nothing is left
     top, top_ids = logprobs.sort(dim=-1, descending=True, stable=True)
     return Sampled(
         token_ids,
@@ -47,10 +48,25 @@ def adjust(logits: Tensor, inputs: SampleInputs, row: int) -> None:
         logits -= presence * (counts > 0) + frequency * counts
     biases = slice(int(inputs.bias_start[row]), int(inputs.bias_start[row + 1]))
     logits.index_add_(0, inputs.bias_ids[biases].long(), inputs.bias_values[biases])
+    allowed = allowed_tokens(inputs, row, len(logits))
+    if allowed is not None:
+        logits[~allowed] = float("-inf")
+
+
+def allowed_tokens(inputs: SampleInputs, row: int, vocabulary: int) -> Tensor | None:
+    """bool [vocabulary]: what the row's mask allows; None: everything."""
+    if inputs.mask_of is None or inputs.masks is None or int(inputs.mask_of[row]) < 0:
+        return None
+    words = inputs.masks[int(inputs.mask_of[row])].numpy()
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocabulary]
+    return torch.from_numpy(np.pad(bits, (0, vocabulary - len(bits))).astype(np.bool_))
 
 
 def choose(logits: Tensor, inputs: SampleInputs, row: int, uniform: float) -> int:
     """The token of one row, from its adjusted logits."""
+    allowed = allowed_tokens(inputs, row, len(logits))
+    if allowed is not None and not (logits > float("-inf")).any():
+        return int(allowed.int().argmax())
     temperature = float(inputs.temperature[row])
     if temperature == 0:
         return int(logits.argmax())

@@ -15,6 +15,7 @@ from ropeway.config import Config
 from ropeway.devices.base import Device
 from ropeway.engine.engine import Engine
 from ropeway.engine.host_memory import GIB, make_host_memory
+from ropeway.engine.masking import Masking
 from ropeway.engine.messages import EngineInfo
 from ropeway.engine.startup import StartUp
 from ropeway.errors import OutOfMemory
@@ -28,6 +29,8 @@ from ropeway.outcome import StepOutput
 from ropeway.scheduling.lengths import LengthProfiles
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.scheduling.tiers_file import tiers_of
+from ropeway.text.constraints import ConstraintCompiler
+from ropeway.text.tokenizer import Tokenizer
 from ropeway.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -138,6 +141,8 @@ def assemble(
         profile = None  # whatever it is, somebody may want it back
     for warning in warnings:
         log.warning("%s", warning)
+    all_end_ids = tuple(dict.fromkeys((*part.model.spec.eos_ids, *end_ids)))
+    constraints = ConstraintCompiler(lambda: Tokenizer.from_path(path), sizes.vocab_size, all_end_ids)
     engine = Engine(
         Scheduler(
             config.scheduler,
@@ -151,8 +156,9 @@ def assemble(
         executor,
         outbox,
         max_model_len=sizes.max_model_len,
-        end_ids=tuple(dict.fromkeys((*part.model.spec.eos_ids, *end_ids))),
+        end_ids=all_end_ids,
         prefix_cache=config.cache.prefix_cache,
+        masking=Masking(constraints),
     )
     startup.ended("scheduler")
     info = EngineInfo(

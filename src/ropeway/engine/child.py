@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import logging
 import sys
 import time
 import traceback
@@ -30,6 +29,7 @@ from ropeway.engine.messages import (
     Explained,
     Failed,
     FromEngine,
+    Inspect,
     Record,
     Recorded,
     Shutdown,
@@ -40,6 +40,7 @@ from ropeway.engine.messages import (
 from ropeway.engine.startup import StartUp, process_began_s
 from ropeway.errors import RopewayError
 from ropeway.lifeline import hold_to_parent
+from ropeway.logs import log_to_stderr
 from ropeway.outcome import StepOutput
 from ropeway.wire import encode
 
@@ -143,6 +144,8 @@ class EngineLoop:
                     self.send(Explained(engine.explain(ids)))
                 case Record(on):
                     self.send(Recorded(self._record(on)))
+                case Inspect():
+                    self.send(engine.inspect())
                 case Shutdown():
                     return False
         if idle and engine.has_work:
@@ -186,7 +189,7 @@ def _progress_line(model: str) -> Callable[[int, int], None] | None:
 
 def main() -> int:
     hold_to_parent()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr(text="%(levelname)s %(name)s: %(message)s")
     startup = StartUp(process_began_s())
     startup.ended("python")
     # Before the first message: the parent has its own imports to do meanwhile. What fails is told when it is needed.
@@ -204,6 +207,8 @@ def main() -> int:
     try:
         start = decode_to_engine(socket.recv())
         assert isinstance(start, Start)
+        if start.config.server.log_format == "json":
+            log_to_stderr(form="json", again=True)
         startup.ended("parent")
         loop.run(start)
     except RopewayError as error:

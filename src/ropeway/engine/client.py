@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ropeway import errors
-from ropeway.engine.messages import EngineInfo, Stats
+from ropeway.engine.messages import EngineInfo, Inspected, Stats
 from ropeway.errors import QueueFull, RopewayError
 from ropeway.outcome import Refusal
 from ropeway.request import FinishReason, SamplingParams, Timeline, TokenLogprob
@@ -96,9 +96,12 @@ class Generation(Protocol):
 class AsyncEngine(Protocol):
     """An engine in a process of its own; lives on one asyncio loop."""
 
-    info: EngineInfo
-    tokenizer: Tokenizer | None
-    """None: the model folder has none, only token ids work."""
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: the model folder has none, only token ids work."""
+        ...
 
     @property
     def stats(self) -> Stats:
@@ -125,6 +128,10 @@ class AsyncEngine(Protocol):
 
     async def record(self, on: bool) -> bytes:
         """Begin to trace what happens when (-> nothing), or end that (-> the trace as JSON). Raises ``EngineDead``."""
+        ...
+
+    async def inspect(self) -> Inspected:
+        """The batch, the queues and the KV pool at this moment. Raises ``EngineDead``."""
         ...
 
     async def close(self) -> None: ...

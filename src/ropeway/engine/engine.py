@@ -16,17 +16,20 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ropeway.cache.keys import root_key
-from ropeway.engine.messages import NewRequest, Stats
+from ropeway.engine.masking import Masking
+from ropeway.engine.messages import Inspected, NewRequest, Stats
 from ropeway.engine.pace import Pace
-from ropeway.engine.telling import stats_of
+from ropeway.engine.telling import inspected, stats_of
 from ropeway.execution.executor import Executor, Work
 from ropeway.outcome import Finished, Refusal, StepOutput
-from ropeway.request import FinishReason, Request, Timeline
+from ropeway.request import FinishReason, Gate, Request, Timeline
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.trace import HOST, Trace
 
 _STUCK_S = 0.05
 """Longest time between two looks at whether something can go on."""
+_COMPILING_S = 0.002
+"""The same while a grammar is compiled."""
 
 
 class Engine:
@@ -41,15 +44,18 @@ class Engine:
         max_model_len: int,
         end_ids: tuple[int, ...] = (),
         prefix_cache: bool = True,
+        masking: Masking | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock``: seconds; what arrival times and deadlines of requests are told in."""
+        """``masking``: of requests with a constraint; None: there are none. ``clock``: seconds; what arrival times and
+        deadlines of requests are told in."""
         self.scheduler = scheduler
         self.executor = executor
         self.outbox = outbox
         self.max_model_len = max_model_len
         self.end_ids = end_ids
         self.prefix_cache = prefix_cache
+        self.masking = masking
         self.clock = clock
         self.steps = 0
         self.trace: Trace | None = None
@@ -62,8 +68,9 @@ class Engine:
         return bool(self._pending) or self.scheduler.has_work
 
     def submit(self, requests: Iterable[NewRequest]) -> None:
-        """Queue completions, and tell which were accepted. One that can never be served, that its tier cannot take
-        now, or whose time is over already, ends at once with ``FinishReason.ERROR``."""
+        """Queue completions, and tell which were accepted: one with a constraint, when that has been compiled. One that
+        can never be served, that its tier cannot take now, or whose time is over already, ends at once with
+        ``FinishReason.ERROR``."""
         now = self.clock()
         accepted, refused = [], []
         leaders: dict[int, Request] = {}
@@ -81,7 +88,10 @@ class Engine:
                 refused.append(Finished(new.id, FinishReason.ERROR, refusal=refusal, timeline=timeline))
             else:
                 leaders[new.id] = request
-                accepted.append(new.id)
+                if self.masking is not None and new.params.constrained:
+                    self.masking.begin(request)
+                else:
+                    accepted.append(new.id)
         # A step may have kept the engine from hearing of a request until its time was over.
         expired = self.scheduler.expire(now)
         over = {finished.id for finished in expired}
@@ -92,6 +102,8 @@ class Engine:
         now = self.clock()
         for request_id in ids:
             self.scheduler.abort(request_id, reason, now)
+            if self.masking is not None:
+                self.masking.drop([request_id])
 
     def step(self, ahead: int) -> None:
         """Plan and start one step, and settle those before it down to ``ahead`` in flight."""
@@ -99,6 +111,8 @@ class Engine:
             self._settle(keep=0)
         began = self.clock()
         self._tell(self.scheduler.expire(began))
+        if self.masking is not None:
+            self._follow_constraints(self.masking, began)
         plan = self.scheduler.plan(began)
         planned = self.clock()
         work = self.executor.forward(plan) if plan else None
@@ -112,7 +126,7 @@ class Engine:
         finally:  # whatever interrupts the wait, the step that has begun is finished and kept
             if work:
                 self.steps += 1
-                work.sample()
+                work.sample(None if self.masking is None else self.masking.masks(work.plan))
                 self._pending.append(work)
 
     def patience_s(self) -> float:
@@ -122,12 +136,17 @@ class Engine:
         if self._pending:
             return self._pace.patience_s(now)
         if self.scheduler.has_work and self.scheduler.stuck:
-            return min(max(self.scheduler.next_change_s() - now, 0.0), _STUCK_S)
+            compiling = self.masking is not None and self.masking.compiling
+            return min(max(self.scheduler.next_change_s() - now, 0.0), _COMPILING_S if compiling else _STUCK_S)
         return 0.0
 
     def explain(self, ids: Iterable[int]) -> dict[int, Timeline]:
         """Where the time of those of these requests that have not ended has gone."""
         return self.scheduler.explain(ids, self.clock())
+
+    def inspect(self) -> Inspected:
+        """What it looks like now."""
+        return inspected(self.scheduler, self.clock())
 
     def drain(self) -> None:
         """Settle every step in flight and plan no other."""
@@ -141,6 +160,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish what the device is doing and give it back."""
+        if self.masking is not None:
+            self.masking.close()
         self.executor.close()
 
     def _settle(self, keep: int) -> None:
@@ -151,13 +172,31 @@ class Engine:
             now = self.clock()
             self._pace.settled(now)
             output = self.scheduler.settle(work.plan, result, now)
+            if self.masking is not None:
+                self.masking.settled(output)
             self.outbox(output)
             if self.trace is not None:
                 self.trace.add(HOST, "settle", now, self.clock(), step=work.plan.seq)
                 self._trace_requests(self.trace, output.finished, now)
 
+    def _follow_constraints(self, masking: Masking, now: float) -> None:
+        """Let those go on whose constraint is there, and end those that cannot go on with theirs."""
+        accepted, refused = [], masking.failed()
+        for request_id, refusal in masking.ready():
+            if refusal is not None:
+                refused.append((request_id, refusal))
+            elif self.scheduler.open_gate(request_id):
+                accepted.append(request_id)
+        finished = []
+        for request_id, refusal in refused:
+            if self.scheduler.abort(request_id, "constraint", now):
+                finished.append(Finished(request_id, FinishReason.ERROR, refusal=refusal))
+        self._tell(finished, accepted)
+
     def _tell(self, finished: list[Finished], accepted: list[int] | None = None) -> None:
         """Events that are no step's."""
+        if self.masking is not None:
+            self.masking.drop(each.id for each in finished)
         if finished or accepted:
             none = np.empty(0, dtype=np.int64)
             self.outbox(StepOutput(ids=none, tokens=none.astype(np.int32), finished=finished, accepted=accepted or []))
@@ -194,6 +233,7 @@ class Engine:
             arrival_s=now if new.arrival_s is None else min(new.arrival_s, now),
             deadline_s=new.deadline_s,
             leader=leader,
+            gate=Gate() if self.masking is not None and params.constrained else None,
         )
 
     def _root(self, new: NewRequest) -> bytes:

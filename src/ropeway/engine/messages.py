@@ -73,11 +73,15 @@ class Record(msgspec.Struct, frozen=True, tag=True):
     on: bool
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Ask what the engine looks like now; answered by ``Inspected``."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End after the current step."""
 
 
-ToEngine = Start | Submit | Abort | Explain | Record | Shutdown
+ToEngine = Start | Submit | Abort | Explain | Record | Inspect | Shutdown
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +169,45 @@ class Explained(msgspec.Struct, frozen=True, tag=True):
     timelines: dict[int, Timeline]
 
 
+class SeatView(msgspec.Struct, frozen=True, kw_only=True):
+    """One request in the batch."""
+
+    id: int
+    """Internal."""
+    tier: str
+    prompt_tokens: int
+    computed_tokens: int
+    """Positions whose keys and values are computed, or planned."""
+    output_tokens: int
+    limit: int
+    """Most tokens it may have in all."""
+    blocks: int
+    preemptions: int
+
+
+class QueueView(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that waits for a seat."""
+
+    id: int
+    tier: str
+    prompt_tokens: int
+    waits_s: float
+    """Since it came."""
+    swapped: bool
+    gated: bool
+
+
+class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine at one moment."""
+
+    seats: list[SeatView] = []
+    """In the order of ranks."""
+    queue: list[QueueView] = []
+    """The first of each line."""
+    blocks: bytes = b""
+    """A byte per block of the pool: 0 free, 1 cached, 2 live, 3 live and shared."""
+
+
 class Recorded(msgspec.Struct, frozen=True, tag=True):
     """The trace that has ended, as JSON; empty when one begins."""
 
@@ -181,7 +224,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The config field at fault, if one is."""
 
 
-FromEngine = StepOutput | Stats | EngineInfo | Explained | Recorded | Failed
+FromEngine = StepOutput | Stats | EngineInfo | Explained | Recorded | Inspected | Failed
 
 
 _to_engine = decoder(ToEngine)

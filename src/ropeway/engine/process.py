@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -32,6 +33,8 @@ from ropeway.engine.messages import (
     Explained,
     Failed,
     FromEngine,
+    Inspect,
+    Inspected,
     Record,
     Recorded,
     Shutdown,
@@ -51,6 +54,8 @@ from ropeway.text.tokenizer import Tokenizer
 from ropeway.wire import encode
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _IDLE_SILENCE_S = 5.0
 """An idle engine reports every second, and says at once that it has got work."""
@@ -86,6 +91,8 @@ class EngineProcess:
         """Who takes the next ``Explained``, and those after it."""
         self._recorded: deque[asyncio.Future[bytes]] = deque()
         """Who takes the next ``Recorded``, and those after it."""
+        self._inspected: deque[asyncio.Future[Inspected]] = deque()
+        """Who takes the next ``Inspected``, and those after it."""
         self._submitter: Submitter
         self._failure: str | None = None
         self._dead = asyncio.Event()
@@ -201,6 +208,15 @@ class EngineProcess:
         self._send(encode(Record(on)))
         return await answer
 
+    async def inspect(self) -> Inspected:
+        """See ``AsyncEngine.inspect``."""
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        answer: asyncio.Future[Inspected] = asyncio.get_running_loop().create_future()
+        self._inspected.append(answer)
+        self._send(encode(Inspect()))
+        return await answer
+
     async def close(self) -> None:
         """End the engine process; what is under way ends with an error. May be called twice."""
         if self._listener is not None:
@@ -256,9 +272,9 @@ class EngineProcess:
             case Explained(timelines):
                 self._asked.popleft()(timelines)
             case Recorded(trace):
-                answer = self._recorded.popleft()
-                if not answer.done():
-                    answer.set_result(trace)
+                _set(self._recorded.popleft(), trace)
+            case Inspected():
+                _set(self._inspected.popleft(), message)
             case Failed():
                 self._fail(message.message)
             case EngineInfo():
@@ -314,8 +330,11 @@ class EngineProcess:
             generation.put(completion.end(Finished(request_id, FinishReason.ERROR, refusal=refusal)))
         while self._asked:
             self._asked.popleft()({})
-        while self._recorded:
-            if not (answer := self._recorded.popleft()).done():
+        answers: list[asyncio.Future[Any]] = [*self._recorded, *self._inspected]
+        self._recorded.clear()
+        self._inspected.clear()
+        for answer in answers:
+            if not answer.done():
                 answer.set_exception(EngineDead(self._failure))
 
 
@@ -345,6 +364,11 @@ async def start_engine(config: Config, spawned: SpawnedEngine | None = None) -> 
         await asyncio.shield(engine.close())
         raise
     return engine
+
+
+def _set(answer: asyncio.Future[Answer], value: Answer) -> None:
+    if not answer.done():  # whoever asked may have gone
+        answer.set_result(value)
 
 
 def _error(failed: Failed) -> RopewayError:

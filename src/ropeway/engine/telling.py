@@ -1,10 +1,12 @@
-"""A scheduler's figures as the message that reports them."""
+"""A scheduler's figures as the messages that report them."""
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
-from ropeway.engine.messages import Stats, TierStats
+from ropeway.engine.messages import Inspected, QueueView, SeatView, Stats, TierStats
 from ropeway.scheduling.scheduler import Scheduler
 
 
@@ -36,6 +38,43 @@ def stats_of(scheduler: Scheduler, steps: int) -> Stats:
         disk_failure=None if store is None else store.failure,
         reservation=scheduler.admission.reservation.share,
         step_s=scheduler.cost.predict(seats.taken, int(seats.computed[seats.ranked].sum())),
+    )
+
+
+_SHOWN = 50
+"""Requests of each waiting line that are told of."""
+
+
+def inspected(scheduler: Scheduler, now: float) -> Inspected:
+    """The batch, the heads of the queues and the pool, at this moment."""
+    seats = scheduler.seats
+    return Inspected(
+        seats=[
+            SeatView(
+                id=int(seats.request_id[slot]),
+                tier=scheduler.tiers[int(seats.tier[slot])].name,
+                prompt_tokens=int(seats.prompt[slot]),
+                computed_tokens=int(seats.computed[slot]),
+                output_tokens=int(max(seats.length[slot] - seats.prompt[slot], 0)),
+                limit=int(seats.limit[slot]),
+                blocks=int(seats.blocks_held[slot]),
+                preemptions=0 if (request := seats.requests[slot]) is None else request.preemptions,
+            )
+            for slot in seats.ranked.tolist()
+        ],
+        queue=[
+            QueueView(
+                id=request.id,
+                tier=scheduler.tiers[request.tier].name,
+                prompt_tokens=request.prompt_tokens,
+                waits_s=max(now - request.arrival_s, 0.0),
+                swapped=request.swapped is not None,
+                gated=request.gated,
+            )
+            for line in scheduler.waiting.lines
+            for request in islice(line, _SHOWN)
+        ],
+        blocks=scheduler.pool.states(),
     )
 
 

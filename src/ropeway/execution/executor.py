@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 
 
 class Work(Protocol):
@@ -13,7 +13,7 @@ class Work(Protocol):
     @property
     def plan(self) -> Plan: ...
 
-    def sample(self) -> None:
+    def sample(self, masks: Masks | None = None) -> None:
         """Queue the sampling of the step, after its forward; once. Everything settled so far is taken into account."""
         ...
 

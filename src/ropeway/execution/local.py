@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ropeway.devices.base import Event
 from ropeway.execution.worker import Worker
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 
 _CHECK_S = 0.1
 
@@ -21,8 +21,8 @@ class LocalWork:
         self._forward = self._stream.submit(self._step.forward)
         self._sample: Event | None = None
 
-    def sample(self) -> None:
-        self._step.prepare_sampling()
+    def sample(self, masks: Masks | None = None) -> None:
+        self._step.prepare_sampling(masks)
         self._sample = self._stream.submit(self._step.sample)
 
     def result(self, check: Callable[[], None] | None = None) -> Result:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropeway.devices.base import Device, SampleInputs
-from ropeway.plan import Plan, Seat
+from ropeway.plan import Masks, Plan, Seat
 
 _MASKED = float("-inf")
 BANNED = -100.0
@@ -64,8 +64,19 @@ class Rows:
         for seat in seats:
             self.tokens[seat.slot, : len(seat.token_ids)] = self._device.upload(seat.token_ids)
 
-    def sample_inputs(self, slots: NDArray[np.int32], lengths: NDArray[np.int32]) -> SampleInputs:
+    def sample_inputs(
+        self, slots: NDArray[np.int32], lengths: NDArray[np.int32], masks: Masks | None = None
+    ) -> SampleInputs:
         """Parameters of the sampled rows; ``lengths`` are the tokens known, which is the position sampled."""
+        inputs = self._parameters(slots, lengths)
+        if masks is None:
+            return inputs
+        mask_of = np.full(len(slots), -1, dtype=np.int32)
+        mask_of[masks.row] = np.arange(len(masks.row), dtype=np.int32)
+        up = self._device.upload
+        return replace(inputs, mask_of=up(mask_of), masks=up(masks.bits))
+
+    def _parameters(self, slots: NDArray[np.int32], lengths: NDArray[np.int32]) -> SampleInputs:
         up = self._device.upload
         if self._last is not None and np.array_equal(self._last[0], slots):
             return replace(self._last[1], lengths=up(lengths))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ropeway.devices.timer import TimedEvent, TimedStream
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 
 
 class TimerWork:
@@ -18,15 +18,21 @@ class TimerWork:
         self._event = event
         self._duration_s = duration_s
         self._vocab_size = vocab_size
+        self._masks: Masks | None = None
 
-    def sample(self) -> None:
+    def sample(self, masks: Masks | None = None) -> None:
         """Its time is in the step's."""
+        self._masks = masks
 
     def result(self) -> Result:
-        """Wait for the step's end. Tokens depend on their position only and avoid id 0."""
+        """Wait for the step's end. Tokens depend on their position only and avoid id 0, but for masked rows, which get
+        the lowest id that is allowed."""
         self._event.wait()
         position = (self.plan.start + self.plan.count)[self.plan.samples]
         token_ids = (position % (self._vocab_size - 1) + 1).astype(np.int32)
+        if self._masks is not None:
+            bits = np.unpackbits(self._masks.bits.view(np.uint8), axis=1, bitorder="little")
+            token_ids[self._masks.row] = bits.argmax(axis=1)
         return Result(token_ids, elapsed_s=self._duration_s)
 
 

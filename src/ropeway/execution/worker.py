@@ -22,7 +22,7 @@ from ropeway.models.model import Model
 from ropeway.outcome import LogprobColumns
 from ropeway.parallel.communicator import Communicator, SingleProcess
 from ropeway.parallel.overlap import Overlapping
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.trace import COMPUTE, Trace
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -241,12 +241,12 @@ class Step:
             if self._micro_batches is None:  # which tell of themselves
                 trace.add(COMPUTE, "forward", copied, ended, step=self.plan.seq, tokens=self.plan.num_tokens)
 
-    def prepare_sampling(self) -> None:
+    def prepare_sampling(self, masks: Masks | None = None) -> None:
         """Gather the sampling parameters of the step's rows, from what is known now."""
         batch = self._batch
         if batch is None or not len(batch.slots):
             return
-        self._inputs = self._worker.rows.sample_inputs(batch.slots, batch.lengths)
+        self._inputs = self._worker.rows.sample_inputs(batch.slots, batch.lengths, masks)
         if self._prepared is not None:
             self._prepared_sample = self._prepared.prepare_sample(self._inputs, self._worker.vocab_size)
 

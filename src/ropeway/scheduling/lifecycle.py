@@ -103,17 +103,15 @@ class Lifecycle:
 
     def enqueue(self, request: Request, now: float) -> None:
         """Put a new request into its line. One with a leader waits for its prefill, one with a prefix on disk for
-        that."""
+        that; it may come with a gate of its own."""
         self.requests[request.id] = request
         request.phase, request.since_s = "queued", min(request.arrival_s, now)
         leader = request.leader
         if leader is not None and leader.finish is None and not self.has_output(leader):
-            request.gate = Gate()
+            self._gate(request)
             leader.followers.append(request)
-        elif leader is None:
-            gate = Gate()
-            if self.prefixes.fetch(request, lambda: self.open_gate(request)):
-                request.gate = gate
+        elif leader is None and self.prefixes.fetch(request, lambda: self.open_gate(request)):
+            self._gate(request)
         self._wait(request, now)
 
     def _wait(self, request: Request, now: float) -> None:
@@ -131,12 +129,20 @@ class Lifecycle:
         self.waiting.remove(request, line)
         self.ledgers[request.tier].waiting -= 1
 
+    @staticmethod
+    def _gate(request: Request) -> None:
+        """It waits for one thing more."""
+        if request.gate is None:
+            request.gate = Gate()
+        else:
+            request.gate.waits += 1
+
     def open_gate(self, request: Request) -> None:
-        """What the request waited for is there."""
+        """One of the things that the request waited for is there."""
         assert request.gate is not None
-        if request.finish is None:
+        if request.gate.waits == 1 and request.finish is None:
             self.waits.end(request, self.policy.line(request))
-        request.gate.open = True
+        request.gate.waits -= 1
         self.waiting.changes += 1
 
     # ------------------------------------------------------------------ on

@@ -156,6 +156,15 @@ class Scheduler:
         self.lifecycle.end(request, FinishReason.ABORT, reason, now)
         return True
 
+    def open_gate(self, request_id: int) -> bool:
+        """What the request came with a gate for is there. False: it has ended."""
+        request = self.find(request_id)
+        if request is None:
+            return False
+        self.stuck = False
+        self.lifecycle.open_gate(request)
+        return True
+
     def expire(self, now: float) -> list[Finished]:
         """End the requests whose deadline has passed, or that have waited for their first seat as long as their tier
         allows."""

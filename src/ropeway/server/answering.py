@@ -1,4 +1,4 @@
-"""What the two generating routes have in common: from a body that has been read to a response."""
+"""What the generating routes have in common: from a body that has been read to a response."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.engine.client import RequestOptions
+from ropeway.errors import RopewayError
 from ropeway.request import Completion, SamplingParams
+from ropeway.server.auth import caller_of
 from ropeway.server.explaining import server_timing
 from ropeway.server.generating import Generating
-from ropeway.server.protocol import GenerationRequest
 from ropeway.server.state import state_of
 from ropeway.server.streaming import EventStream, cancelling_on_disconnect, json_response
 from ropeway.server.tracing import request_id_of
@@ -31,29 +32,38 @@ class Answer(Protocol):
         """The completion's."""
         ...
 
-    def whole(
-        self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
-    ) -> dict[str, Any]: ...
+    def whole(self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]) -> Any: ...
     def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]: ...
+    def broken(self, error: RopewayError) -> bytes:
+        """The event that ends a stream on the way."""
+        ...
 
 
 async def respond(
     request: Request,
-    body: GenerationRequest,
     answer: Answer,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     options: RequestOptions,
+    *,
+    stream: bool,
 ) -> Response:
     """Generate from ``prompts``, token ids each. A response begins when the engine has taken all of it: what it refuses
     is an answer with a status of its own, streamed or not.
 
     ``Server-Timing`` says where the time went; of a stream, how long it took until then."""
     state = state_of(request)
-    generating = state.generate(prompts, params, options, completion_id=answer.id, request_id=request_id_of(request))
+    generating = state.generate(
+        prompts,
+        params,
+        options,
+        completion_id=answer.id,
+        request_id=request_id_of(request),
+        caller=caller_of(request),
+    )
     with cancelling_on_disconnect(request.receive, generating.cancel):
         await generating.accepted()
-        if not body.stream:
+        if not stream:
             completions = await generating.collect()
             timing = await generating.record.explain(_TIMING_S)
             # Without the engine's account there is nothing to tell.
@@ -62,4 +72,7 @@ async def respond(
             return json_response(answer.whole(generating, completions, prompts), headers)
     queued_s = time.monotonic() - generating.record.arrival_s
     so_far = {"server-timing": f"queued;dur={queued_s * 1000:.3f}"}
-    return EventStream(answer.chunks(generating, prompts), generating.cancel, so_far)
+    events = answer.chunks(generating, prompts)
+    return EventStream(
+        events, generating.cancel, so_far, broken=answer.broken, read_timeout_s=state.config.server.read_timeout_s
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,12 +18,16 @@ from ropeway.server import errors, routes
 from ropeway.server.auth import RequireKey
 from ropeway.server.chat import create_chat_completion
 from ropeway.server.completions import create_completion
+from ropeway.server.dashboard import routes as dashboard
+from ropeway.server.messages import CountTokensRequest, MessagesRequest, count_tokens, create_message
 from ropeway.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     TokenizeRequest,
 )
+from ropeway.server.responses import ResponsesRequest, create_response
 from ropeway.server.state import State
 from ropeway.server.streaming import json_response
 from ropeway.server.tracing import Doorkeeper, RequestId
@@ -31,6 +36,10 @@ from ropeway.version import __version__
 _POSTS: tuple[tuple[str, Any, type[msgspec.Struct]], ...] = (
     ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest),
     ("/v1/completions", create_completion, CompletionRequest),
+    ("/v1/responses", create_response, ResponsesRequest),
+    ("/v1/messages", create_message, MessagesRequest),
+    ("/v1/messages/count_tokens", count_tokens, CountTokensRequest),
+    ("/v1/embeddings", routes.embeddings, EmbeddingsRequest),
     ("/tokenize", routes.tokenize, TokenizeRequest),
     ("/detokenize", routes.detokenize, DetokenizeRequest),
 )
@@ -38,6 +47,10 @@ _GETS = (
     ("/v1/models", routes.list_models),
     ("/v1/models/{model:path}", routes.retrieve_model),
     ("/v1/requests/{request_id:path}", routes.explain),
+    ("/dashboard", dashboard.page),
+    ("/dashboard/now", dashboard.now),
+    ("/dashboard/timeline", dashboard.timeline),
+    ("/dashboard/{name}", dashboard.part),
     ("/health", routes.health),
     ("/version", routes.show_version),
     ("/metrics", routes.metrics),
@@ -54,11 +67,16 @@ def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mappin
         app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_body_schema(body))
     for path, handler in _GETS:
         _add_get(app, path, handler)
+    app.add_api_route("/v1/requests/{request_id:path}", routes.cancel, methods=["DELETE"], response_model=None)
     # Added last is outermost.
-    app.add_middleware(Doorkeeper, door=app.state.ropeway.door)
-    if config.server.api_key is not None:
-        app.add_middleware(RequireKey, key=config.server.api_key)
+    state: State = app.state.ropeway
+    app.add_middleware(Doorkeeper, door=state.door)
+    if state.keys.needed:
+        app.add_middleware(RequireKey, keys=state.keys)
     app.add_middleware(RequestId, access_log=config.server.access_log)
+    if config.server.cors_origins is not None:  # before the keys: a browser asks first without one
+        origins = [origin.strip() for origin in config.server.cors_origins.split(",")]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -95,7 +113,16 @@ def create_management_app() -> FastAPI:
 
     for path, handler in (("/health", health), ("/ready", ready), ("/metrics", metrics)):
         _add_get(app, path, handler)
-    for path, handler in (("/v1/trace/start", start_trace), ("/v1/trace/stop", stop_trace)):
+
+    async def reload_keys(request: Request) -> Response:
+        _raise_unless_loaded(app)
+        return json_response({"keys": app.state.ropeway.keys.reload()})
+
+    for path, handler in (
+        ("/v1/trace/start", start_trace),
+        ("/v1/trace/stop", stop_trace),
+        ("/v1/keys/reload", reload_keys),
+    ):
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
     return app
 

@@ -13,88 +13,95 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.engine.client import Delta
+from ropeway.errors import RopewayError
 from ropeway.request import Completion, TokenLogprob
 from ropeway.server.answering import respond
+from ropeway.server.auth import caller_of
+from ropeway.server.chatting import Chat, ChoiceReaders, finish_reason, prepare_chat, read_message, text_of
 from ropeway.server.generating import Generating
 from ropeway.server.logprobs import chat_logprobs
 from ropeway.server.options import request_options
 from ropeway.server.protocol import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionRequest,
     ChatDelta,
     ChatLogprobs,
+    ToolCall,
+    ToolCallDelta,
 )
-from ropeway.server.sampling import chat_params
 from ropeway.server.state import State, state_of
-from ropeway.server.streaming import DONE, event
+from ropeway.server.streaming import DONE, error_event, event
+from ropeway.text.answers.parts import Arguments, CallBegins, Content, Part, Reasoning
 
 
 async def create_chat_completion(request: Request) -> Response:
     arrival_s = time.monotonic()
     state = state_of(request)
     body = await state.read(request, ChatCompletionRequest)
-    options = request_options(body, request.headers, state.engine.info.tiers, arrival_s)
-    answer = ChatAnswer(state, body)
-    params = chat_params(body, state.sampling_defaults)
-    prompt = await state.prompts.chat(
-        body.messages,
-        add_special_tokens=body.add_special_tokens,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    return await respond(request, body, answer, [prompt], params, options)
-
-
-def worth_a_chunk(delta: Delta, token_ids: bool) -> bool:
-    """Whether a delta tells the client anything: tokens whose text is held back (half a character, what may become
-    a stop string) don't, unless their ids or log-probabilities were asked for."""
-    news = delta.text or delta.finish_reason is not None or delta.logprobs is not None
-    return bool(news or (token_ids and delta.token_ids))
+    options = request_options(body, request.headers, state.engine.info.tiers, arrival_s, caller_of(request))
+    model = state.model_name(body.model)
+    chat = await prepare_chat(state, body)
+    answer = ChatAnswer(state, body, chat, model)
+    return await respond(request, answer, [chat.prompt], chat.params, options, stream=bool(body.stream))
 
 
 class ChatAnswer:
     """Writes the answer to one request, whole or in chunks. In a stream, a choice's first chunk has the role and
     comes with its first token; the chunk that ends it has its last text and ``finish_reason``."""
 
-    def __init__(self, state: State, body: ChatCompletionRequest) -> None:
+    def __init__(self, state: State, body: ChatCompletionRequest, chat: Chat, model: str) -> None:
+        self._chat = chat
         self._tokenizer = state.engine.tokenizer
         self._token_ids = bool(body.return_token_ids)
+        self._reasoning = body.include_reasoning is not False
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._frame: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": state.model_name(body.model),
+            "model": model,
         }
 
     def whole(
         self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
     ) -> dict[str, Any]:
-        choices = []
-        for each in completions:
-            assert each.finish_reason is not None
-            choices.append(
-                ChatChoice(
-                    index=each.index,
-                    message=AssistantMessage(content=each.text),
-                    logprobs=self._logprobs(each.logprobs),
-                    finish_reason=each.finish_reason,
-                    stop_reason=each.stop_reason,
-                    token_ids=each.token_ids if self._token_ids else UNSET,
-                )
-            )
-        body = {**self._frame, "choices": choices, "usage": generating.usage()}
+        body = {
+            **self._frame,
+            "choices": [self._whole_choice(each) for each in completions],
+            "usage": generating.usage(),
+        }
         return {**body, "prompt_token_ids": prompts[0]} if self._token_ids else body
+
+    def _whole_choice(self, completion: Completion) -> ChatChoice:
+        assert completion.finish_reason is not None
+        said = read_message(self._chat, completion.text)
+        calls = [
+            ToolCall(id=call_id(), function=CalledFunction(name=call.name, arguments=call.arguments))
+            for call in said.calls
+        ]
+        return ChatChoice(
+            index=completion.index,
+            message=AssistantMessage(
+                content=said.content or (None if calls else ""),
+                reasoning_content=said.reasoning if said.reasoning and self._reasoning else UNSET,
+                tool_calls=calls or UNSET,
+            ),
+            logprobs=self._logprobs(completion.logprobs),
+            finish_reason=finish_reason(completion.finish_reason, called=bool(calls)),
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._token_ids else UNSET,
+        )
 
     async def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]:
         frame = {**self._frame, "object": "chat.completion.chunk"}
         if self._usage:
             frame["usage"] = None
         begun: set[int] = set()
+        readers = ChoiceReaders(self._chat)
         async with contextlib.aclosing(generating.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index not in begun:
@@ -102,21 +109,54 @@ class ChatAnswer:
                     begun.add(delta.index)
                     role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
                     yield event({**frame, "choices": [role], **first})
-                if worth_a_chunk(delta, self._token_ids):
-                    yield event({**frame, "choices": [self._choice(delta)]})
+                parts = readers.read(delta)
+                if worth_a_chunk(delta, parts, self._token_ids):
+                    choice = self._choice(delta, parts, called=readers.called(delta.index))
+                    yield event({**frame, "choices": [choice]})
         if self._usage:
             yield event({**frame, "choices": [], "usage": generating.usage()})
         yield DONE
 
-    def _choice(self, delta: Delta) -> ChatChunkChoice:
+    def broken(self, error: RopewayError) -> bytes:
+        return error_event(error)
+
+    def _choice(self, delta: Delta, parts: Sequence[Part], *, called: bool) -> ChatChunkChoice:
+        reason = None if delta.finish_reason is None else finish_reason(delta.finish_reason, called=called)
         return ChatChunkChoice(
             index=delta.index,
-            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            delta=ChatDelta(
+                content=text_of(parts, Content) or UNSET,
+                reasoning_content=(text_of(parts, Reasoning) or UNSET) if self._reasoning else UNSET,
+                tool_calls=_call_deltas(parts) or UNSET,
+            ),
             logprobs=self._logprobs(delta.logprobs),
-            finish_reason=delta.finish_reason,
-            stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
+            finish_reason=reason,
+            stop_reason=UNSET if reason is None else delta.stop_reason,
             token_ids=delta.token_ids if self._token_ids else UNSET,
         )
 
     def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
         return None if tokens is None or self._tokenizer is None else chat_logprobs(tokens, self._tokenizer)
+
+
+def worth_a_chunk(delta: Delta, news: object, token_ids: bool) -> bool:
+    """Whether a delta tells the client anything: tokens without ``news`` for now (half a character, what may become a
+    stop string or a call) don't, unless their ids or log-probabilities were asked for."""
+    return bool(
+        news or delta.finish_reason is not None or delta.logprobs is not None or (token_ids and delta.token_ids)
+    )
+
+
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _call_deltas(parts: Sequence[Part]) -> list[ToolCallDelta]:
+    deltas = []
+    for part in parts:
+        if isinstance(part, CallBegins):
+            function = CalledFunction(name=part.name, arguments="")
+            deltas.append(ToolCallDelta(index=part.index, id=call_id(), type="function", function=function))
+        elif isinstance(part, Arguments):
+            deltas.append(ToolCallDelta(index=part.index, function=CalledFunction(arguments=part.text)))
+    return deltas

@@ -13,30 +13,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.engine.client import Delta
+from ropeway.errors import InvalidRequest, RopewayError
 from ropeway.request import Completion
 from ropeway.server.answering import respond
+from ropeway.server.auth import caller_of
 from ropeway.server.chat import worth_a_chunk
 from ropeway.server.generating import Generating, check_choices
 from ropeway.server.logprobs import CompletionLogprobWriter
 from ropeway.server.options import request_options
 from ropeway.server.prompts import Prompt, Prompts, split_prompts
 from ropeway.server.protocol import CompletionChoice, CompletionRequest
-from ropeway.server.sampling import completion_params
+from ropeway.server.sampling import chooses, completion_params
 from ropeway.server.state import State, state_of
-from ropeway.server.streaming import DONE, event
+from ropeway.server.streaming import DONE, error_event, event
+from ropeway.server.structure import grammar_of
+from ropeway.text.tokenizer import Tokenizer
 
 
 async def create_completion(request: Request) -> Response:
     arrival_s = time.monotonic()
     state = state_of(request)
     body = await state.read(request, CompletionRequest)
-    options = request_options(body, request.headers, state.engine.info.tiers, arrival_s)
-    answer = CompletionAnswer(state, body)
-    params = completion_params(body, state.sampling_defaults)
+    options = request_options(body, request.headers, state.engine.info.tiers, arrival_s, caller_of(request))
+    model = state.model_name(body.model)
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo with logprobs is not supported: a prompt's own are not computed", param="echo")
+    params = completion_params(body, state.sampling_defaults, grammar=grammar_of(body))
     given = split_prompts(body.prompt)
     check_choices(len(given), params.n, state.most_requests)  # before they cost anything
     prompts = await _encode(state.prompts, given, body.add_special_tokens is not False)
-    return await respond(request, body, answer, prompts, params, options)
+    answer = CompletionAnswer(state, body, model, _echoes(given, state.engine.tokenizer) if body.echo else None)
+    return await respond(request, answer, prompts, params, options, stream=bool(body.stream))
+
+
+def _echoes(given: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[str]:
+    """Every prompt as text."""
+    return [
+        each if isinstance(each, str) else "" if tokenizer is None else tokenizer.decode(each, False) for each in given
+    ]
 
 
 async def _encode(prompts: Prompts, given: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
@@ -51,7 +65,11 @@ class CompletionAnswer:
     """Writes the answer to one request, whole or in chunks. Without a tokenizer the text is empty and the token ids
     are given unasked."""
 
-    def __init__(self, state: State, body: CompletionRequest) -> None:
+    def __init__(self, state: State, body: CompletionRequest, model: str, echoes: Sequence[str] | None) -> None:
+        """``echoes``: what the choices of each prompt begin with."""
+        self._echoes = echoes
+        self._best_of = body.best_of if chooses(body) else None
+        self._told_logprobs = body.logprobs is not None
         self._tokenizer = state.engine.tokenizer
         self._skip_special_tokens = body.skip_special_tokens is not False
         self._token_ids = bool(body.return_token_ids) or self._tokenizer is None
@@ -63,14 +81,14 @@ class CompletionAnswer:
             "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": state.model_name(body.model),
+            "model": model,
         }
 
     def whole(
         self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
     ) -> dict[str, Any]:
         choices = []
-        for each in completions:
+        for each in completions if self._best_of is None else self._best(completions, self._best_of):
             choice = self._choice(each)
             if self._token_ids:
                 choice.prompt_token_ids = prompts[each.index // self._n]
@@ -82,10 +100,11 @@ class CompletionAnswer:
         begun: set[int] = set()
         async with contextlib.aclosing(generating.deltas()) as deltas:
             async for delta in deltas:
-                if not worth_a_chunk(delta, self._token_ids):
+                first = delta.index not in begun
+                if not worth_a_chunk(delta, delta.text or (first and self._echoes), self._token_ids):
                     continue
-                choice = self._choice(delta)
-                if self._token_ids and delta.index not in begun:
+                choice = self._choice(delta, first=first)
+                if self._token_ids and first:
                     choice.prompt_token_ids = prompts[delta.index // self._n]
                 begun.add(delta.index)
                 yield event({**frame, "choices": [choice]})
@@ -93,9 +112,23 @@ class CompletionAnswer:
             yield event({**frame, "choices": [], "usage": generating.usage()})
         yield DONE
 
-    def _choice(self, piece: Completion | Delta) -> CompletionChoice:
+    def broken(self, error: RopewayError) -> bytes:
+        return error_event(error)
+
+    def _best(self, completions: Sequence[Completion], generated: int) -> list[Completion]:
+        """Of each prompt's, the likeliest ``n``, in that order, numbered anew."""
+        best: list[Completion] = []
+        for first in range(0, len(completions), generated):
+            ranked = sorted(completions[first : first + generated], key=_mean_logprob, reverse=True)
+            for each in ranked[: self._n]:
+                each.index = len(best)
+                best.append(each)
+        return best
+
+    def _choice(self, piece: Completion | Delta, *, first: bool = True) -> CompletionChoice:
+        """``first``: of what is told of the choice."""
         logprobs = None
-        if piece.logprobs is not None:
+        if piece.logprobs is not None and self._told_logprobs:
             writer = self._writers.get(piece.index)
             if writer is None:
                 writer = self._writers[piece.index] = CompletionLogprobWriter(
@@ -104,9 +137,14 @@ class CompletionAnswer:
             logprobs = writer.write(piece.logprobs)
         return CompletionChoice(
             index=piece.index,
-            text=piece.text,
+            text=self._echoes[piece.index // self._n] + piece.text if self._echoes and first else piece.text,
             logprobs=logprobs,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self._token_ids else UNSET,
         )
+
+
+def _mean_logprob(completion: Completion) -> float:
+    logprobs = [each.logprob for each in completion.logprobs or []]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from ropeway.engine.client import AsyncEngine
 from ropeway.engine.messages import Stats, TierStats
+from ropeway.engine.supervision import SupervisedEngine
 
 _NO_WASTE = dict.fromkeys(("end_token", "stop_string", "disconnect", "cancel"), 0)
 _NO_REFUSALS = dict.fromkeys(("shed", "queue_full", "queue_timeout", "deadline_exceeded"), 0)
@@ -40,6 +41,7 @@ class EngineCollector(Collector):
         yield from self._tiers(stats)
         yield from self._blocks(stats)
         yield from self._steps(stats)
+        yield self._counter("engine_restarts", "Times that a dead engine was started again.", restarts_of(self._engine))
         info = self._engine.info
         parts = GaugeMetricFamily("ropeway_startup_seconds", "Parts of the engine's start.", labels=["part"])
         yield _filled(parts, {(part,): seconds for part, seconds in info.startup.items()})
@@ -122,6 +124,11 @@ class EngineCollector(Collector):
         highest = max(value, self._highest.get(series, 0))
         self._highest[series] = highest
         return highest
+
+
+def restarts_of(engine: AsyncEngine) -> int:
+    """How often it was started again, if anybody does that."""
+    return engine.restarts if isinstance(engine, SupervisedEngine) else 0
 
 
 def _counters_of(stats: Stats) -> Stats:

@@ -1,4 +1,5 @@
-"""Errors as clients see them: OpenAI's ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong."""
+"""Errors as clients see them, whatever went wrong: OpenAI's ``{"error": {"message", "type", "param", "code"}}``; for
+``/v1/messages`` Anthropic's ``{"type": "error", "error": {"type", "message"}}``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropeway.errors import Draining, QueueFull, RopewayError
+from ropeway.errors import Draining, EngineDead, QueueFull, RopewayError
 from ropeway.server.protocol import ErrorBody, ErrorDetail
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,14 @@ class ClientGone(RopewayError):
 
     status = 499
     kind = "client_closed_request"
+
+
+class Cancelled(RopewayError):
+    """Somebody who may has ended the request."""
+
+    status = 499
+    kind = "request_cancelled"
+    default_code = "cancelled"
 
 
 class RequestNotFound(RopewayError):
@@ -38,15 +47,37 @@ def error_body(error: RopewayError) -> bytes:
     return msgspec.json.encode(ErrorBody(error=detail))
 
 
-def error_response(error: RopewayError) -> Response:
+_MESSAGES = "/v1/messages"
+_MESSAGE_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def message_error_body(error: RopewayError) -> bytes:
+    """The same in Anthropic's shape."""
+    kind = _MESSAGE_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+def error_response(error: RopewayError, path: str = "") -> Response:
+    """``path``: what was asked for; it tells the shape."""
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    elif isinstance(error, Draining):
+    elif isinstance(error, Draining | EngineDead):
         headers["retry-after"] = "1"
     elif error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), error.status, headers, "application/json")
+    body = message_error_body(error) if path.startswith(_MESSAGES) else error_body(error)
+    return Response(body, error.status, headers, "application/json")
 
 
 def unexpected(error: Exception) -> RopewayError:
@@ -75,7 +106,7 @@ class FaultBarrier:
         except Exception as error:
             if begun or scope["type"] != "http":
                 raise
-            await error_response(unexpected(error))(scope, receive, send)
+            await error_response(unexpected(error), scope["path"])(scope, receive, send)
 
 
 def install(app: FastAPI) -> None:
@@ -83,14 +114,14 @@ def install(app: FastAPI) -> None:
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, RopewayError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         told = RopewayError(_in_words(request, error))
         told.status, told.kind = error.status_code, "invalid_request_error"
         told.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        response = error_response(told)
+        response = error_response(told, request.url.path)
         response.headers.update(error.headers or {})
         return response
 

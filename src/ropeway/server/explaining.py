@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from ropeway.engine.client import Delta, Generation, Timelines, Usage
 from ropeway.request import FinishReason, Timeline
@@ -32,10 +33,12 @@ class _Choice:
 class Record:
     """One HTTP request, while it is under way and after."""
 
-    def __init__(self, completion_id: str, request_id: str, tier: str, arrival_s: float) -> None:
-        """``arrival_s`` on the clock of ``time.monotonic``; the ids are what clients may ask by."""
+    def __init__(self, completion_id: str, request_id: str, tier: str, arrival_s: float, owner: str = "") -> None:
+        """``arrival_s`` on the clock of ``time.monotonic``; the ids are what ``owner`` (the name of a key) may ask
+        by."""
         self.id = completion_id
         self.request_id = request_id
+        self.owner = owner
         self.tier = tier
         self.arrival_s = arrival_s
         self.ended_s: float | None = None
@@ -154,14 +157,15 @@ class Records:
     def __init__(self, most_ended: int = MOST_ENDED) -> None:
         self._most_ended = most_ended
         self._by_id: dict[str, Record] = {}
-        self._by_request_id: dict[str, Record] = {}
+        self._by_request_id: dict[tuple[str, str], Record] = {}
+        """By owner and id: clients choose these themselves."""
         self._ended: deque[Record] = deque()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def add(self, record: Record) -> None:
-        self._by_id[record.id] = self._by_request_id[record.request_id] = record
+        self._by_id[record.id] = self._by_request_id[record.owner, record.request_id] = record
 
     def end(self, record: Record) -> None:
         """Its answer is complete; it is forgotten after ``most_ended`` others."""
@@ -172,10 +176,15 @@ class Records:
         while len(self._ended) > self._most_ended:
             oldest = self._ended.popleft()
             del self._by_id[oldest.id]
-            if self._by_request_id.get(oldest.request_id) is oldest:
-                del self._by_request_id[oldest.request_id]
+            if self._by_request_id.get((oldest.owner, oldest.request_id)) is oldest:
+                del self._by_request_id[oldest.owner, oldest.request_id]
 
-    def find(self, name: str) -> Record | None:
-        """By the id of the completion, or by the ``X-Request-Id`` of its answer. Of several requests with the same one,
-        the latest."""
-        return self._by_id.get(name) or self._by_request_id.get(name)
+    def latest(self, most: int) -> list[Record]:
+        """The newest ones, of all owners."""
+        return list(islice(reversed(self._by_id.values()), most))
+
+    def find(self, name: str, owner: str = "") -> Record | None:
+        """The owner's, by the id of the completion, or by the ``X-Request-Id`` of its answer. Of several requests with
+        the same one, the latest."""
+        record = self._by_id.get(name) or self._by_request_id.get((owner, name))
+        return record if record is not None and record.owner == owner else None

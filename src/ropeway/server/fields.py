@@ -8,7 +8,7 @@ OpenAI API does, and logged once. Fields of a message are the chat template's bu
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ropeway.errors import InvalidRequest
@@ -16,22 +16,16 @@ from ropeway.errors import InvalidRequest
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "echo": (False,),
+    "best_of": (1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": ([], ["text"]),
     "audio": (),
     "web_search_options": (),
     "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -41,7 +35,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "kv_transfer_params": (),
 }
-"""Field -> values that mean "off"; null always does."""
+"""Field -> values that mean "off"; null always does. Some of them are fields of other routes."""
 
 _INERT = frozenset(
     {
@@ -50,7 +44,6 @@ _INERT = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
-        "parallel_tool_calls",
         "request_id",
     }
 )
@@ -59,13 +52,13 @@ _INERT = frozenset(
 _MOST_NAMES = 1000
 
 
-def refuse_unserved(body: Mapping[str, Any]) -> None:
-    """Raise ``InvalidRequest`` if the request asks for something that is not served."""
+def refuse_unserved(body: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ``InvalidRequest`` if the request asks for something that is not served. ``known``: the route's fields."""
     for name, off in _OFF.items():
-        value = body.get(name)
+        value = None if name in known else body.get(name)
         # 0 == False in Python, so types are compared, too.
         if value is not None and not any(value == word and type(value) is type(word) for word in off):
-            raise InvalidRequest(f"{name} is not supported by this server; leave it out", param=name)
+            raise InvalidRequest(f"{name} is not supported here; leave it out", param=name)
 
 
 class UnknownFields:

@@ -11,6 +11,7 @@ from ropeway.errors import InvalidRequest, RopewayError
 from ropeway.request import Completion, FinishReason, SamplingParams
 from ropeway.server.errors import ClientGone
 from ropeway.server.explaining import Record, Records
+from ropeway.server.keys import Lease
 from ropeway.server.metrics import Metrics, Stopwatch
 from ropeway.server.protocol import PromptTokensDetails, UsageBody
 
@@ -38,22 +39,26 @@ class Generating:
         most: int,
         record: Record,
         records: Records,
+        lease: Lease | None = None,
     ) -> None:
         """Hands all prompts to the engine, or none: what its client refuses at once (``QueueFull``, ``InvalidRequest``,
         ``EngineDead``) is raised here. ``most``: choices that fit into the queue and the seats together. ``record`` is
-        kept in ``records`` from then on."""
-        check_choices(len(prompts), params.n, most)
+        kept in ``records`` from then on. ``lease``: what the caller is charged with, ended with this."""
+        self._lease = lease
         self._n = params.n
         self._over = False
         self._cancelled: RopewayError | None = None
         self._record, self._records = record, records
         self._generations: list[Generation] = []
         try:
+            check_choices(len(prompts), params.n, most)
             for prompt in prompts:
                 self._generations.append(engine.submit(prompt, params, options))
         except BaseException:
             for generation in self._generations:
                 generation.cancel()
+            if lease is not None:
+                lease.end(0)
             raise
         record.begin(self._generations, params.n)
         records.add(record)
@@ -91,6 +96,8 @@ class Generating:
         for generation in self._generations:
             generation.cancel()
         self._records.end(self._record)
+        if self._lease is not None:
+            self._lease.end(self.usage().total_tokens)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come, ``index`` over all. Leaving early cancels the rest.

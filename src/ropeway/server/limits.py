@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from ropeway.errors import InvalidRequest, PayloadTooLarge
+from ropeway.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 MAX_MESSAGES = 4096
 """Most messages of one chat."""
@@ -21,20 +22,23 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PLACE = re.compile(r"^(?P<problem>.*) - at `\$(?P<path>.*)`$", re.DOTALL)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, timeout_s: float | None = None) -> bytes:
     """The whole body. Raises ``PayloadTooLarge`` beyond ``limit`` bytes, before reading where the client says its
-    length and as soon as it is passed where not."""
+    length and as soon as it is passed where not; ``RequestTimeout`` when it has not come after ``timeout_s``."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError as error:
+        raise RequestTimeout(f"the request body had not arrived after {timeout_s:g} s (body_timeout_s)") from error
     except ClientDisconnect as error:
         raise InvalidRequest("the client closed the connection before its request was complete") from error
     return b"".join(parts)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
 from ropeway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+"""Between two looks at whether a certificate has changed."""
 
 
 def bind(host: str, port: int, field: str) -> socket.socket:
@@ -44,13 +52,55 @@ def _in_use(host: str, port: int, field: str, error: OSError) -> ConfigError:
     )
 
 
+class Certificate:
+    """A certificate and its key, in files that may change while they are in use."""
+
+    def __init__(self, chain: Path, key: Path | None) -> None:
+        """Raises ``ConfigError`` for files that cannot be read, or do not belong together."""
+        self._files = (chain, key)
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._load()
+        self._seen = self._times()
+
+    async def keep_fresh(self) -> None:
+        """Read the files again whenever they have changed; connections from then on get the new ones."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            times = self._times()
+            if times == self._seen:
+                continue
+            try:
+                self._load()
+            except ConfigError as error:  # perhaps one of the two has not come yet
+                logger.warning("%s; the old one stays in use", error.message)
+            else:
+                logger.info("the TLS certificate was read again")
+            self._seen = times
+
+    def _load(self) -> None:
+        chain, key = self._files
+        try:
+            self.context.load_cert_chain(chain, key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"the TLS certificate {chain} cannot be used: {error}", param="tls_cert") from error
+
+    def _times(self) -> list[int]:
+        times = []
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                times.append(0 if file is None else file.stat().st_mtime_ns)
+        return times
+
+
 class Listener:
     """uvicorn on a bound socket, without its signal handling."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket, field: str) -> None:
-        """``field``: the setting that chose the port, for an error to name."""
+    def __init__(self, app: FastAPI, bound: socket.socket, field: str, certificate: Certificate | None = None) -> None:
+        """``field``: the setting that chose the port, for an error to name. ``certificate``: for HTTPS."""
         self._bound = bound
         self._field = field
+        self._certificate = certificate
+        self._fresh: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -73,6 +123,10 @@ class Listener:
     async def start(self) -> None:
         """Accept connections. Raises ``ConfigError`` when another process has come to listen on the port."""
         host, port = self._bound.getsockname()[:2]
+        if self._certificate is not None:
+            self._server.config.load()
+            self._server.config.ssl = self._certificate.context
+            self._fresh = asyncio.create_task(self._certificate.keep_fresh())
         task = asyncio.create_task(self._server.serve(sockets=[self._bound]))
         while not self._server.started:
             await asyncio.wait({task}, timeout=0.005)
@@ -85,6 +139,8 @@ class Listener:
 
     async def stop(self) -> None:
         self._server.should_exit = True
+        if self._fresh is not None:
+            self._fresh.cancel()
         if self._task is not None:
             await self._task
 

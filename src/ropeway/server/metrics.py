@@ -6,6 +6,7 @@ where responses are made, so they are what clients see. Names and suffixes are t
 
 from __future__ import annotations
 
+import math
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -59,9 +60,27 @@ class Metrics:
             for histogram in (self.time_to_first_token, self.inter_token_latency, self.e2e_request_latency):
                 histogram.labels(tier.name)
 
+    def buckets(self, histogram: Histogram) -> list[tuple[float | None, float]]:
+        """(upper bound, None being infinite; observations up to it), over all tiers."""
+        counts: dict[float, float] = {}
+        for metric in histogram.collect():
+            for sample in metric.samples:
+                if sample.name.endswith("_bucket"):
+                    bound = float(sample.labels["le"])
+                    counts[bound] = counts.get(bound, 0.0) + sample.value
+        return [(bound if math.isfinite(bound) else None, counts[bound]) for bound in sorted(counts)]
+
+    def totals(self) -> dict[str, float]:
+        """Tokens so far, of prompts and generated."""
+        return {"prompt": _total(self.prompt_tokens), "generation": _total(self.generation_tokens)}
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _total(counter: Counter) -> float:
+    return sum(s.value for metric in counter.collect() for s in metric.samples if s.name.endswith("_total"))
 
 
 class Stopwatch:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ropeway.engine.client import RequestOptions
-from ropeway.errors import InvalidRequest
+from ropeway.errors import Forbidden, InvalidRequest
+from ropeway.server.keys import Caller
 from ropeway.server.protocol import GenerationRequest
 from ropeway.tiers import Tier, find_tier
 
@@ -17,22 +18,42 @@ _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 def request_options(
-    body: GenerationRequest, headers: Mapping[str, str], tiers: Sequence[Tier], arrival_s: float
+    body: GenerationRequest,
+    headers: Mapping[str, str],
+    tiers: Sequence[Tier],
+    arrival_s: float,
+    caller: Caller | None = None,
 ) -> RequestOptions:
-    """What body and headers say; the body wins. ``arrival_s`` on the clock of ``time.monotonic``.
+    """What body and headers say; the body wins, but for what the caller's key says. ``arrival_s`` on the clock of
+    ``time.monotonic``.
 
     Raises ``InvalidRequest`` naming the field or header: an unknown tier (with those there are), a timeout that is no
-    positive number of seconds, an empty cache salt."""
+    positive number of seconds, an empty cache salt; ``Forbidden`` for a tier above the key's."""
     timeout_s = _timeout(body.timeout, headers.get(TIMEOUT_HEADER))
     if body.cache_salt == "":
         raise InvalidRequest("cache_salt must not be empty; leave it out to share the cache", param="cache_salt")
+    named = headers.get(TIER_HEADER)
+    rank = _tier(body.priority, named, tiers)
+    if caller is not None and caller.rank is not None:
+        if body.priority is None and named is None:
+            rank = caller.rank
+        elif rank < caller.rank:
+            raise Forbidden(
+                f"this key may ask for tier {tiers[caller.rank].name} at the highest, not for {tiers[rank].name}",
+                param="priority" if named is None else TIER_HEADER,
+            )
     return RequestOptions(
-        tier=_tier(body.priority, headers.get(TIER_HEADER), tiers),
-        tenant=body.user or "",
+        tier=rank,
+        tenant=_tenant(body.user, caller),
         arrival_s=arrival_s,
         deadline_s=None if timeout_s is None else arrival_s + timeout_s,
-        cache_salt=body.cache_salt,
+        cache_salt=body.cache_salt if caller is None else caller.salt(body.cache_salt),
     )
+
+
+def _tenant(user: str | None, caller: Caller | None) -> str:
+    """Keys with a tenant share as one, whatever users they name."""
+    return caller.tenant if caller is not None and caller.tenant else user or ""
 
 
 def _tier(priority: str | int | None, header: str | None, tiers: Sequence[Tier]) -> int:

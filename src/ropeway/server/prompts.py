@@ -11,6 +11,8 @@ import msgspec
 
 from ropeway.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from ropeway.server.limits import MAX_MESSAGES
+from ropeway.server.tooling import ToolUse
+from ropeway.text.answers.families import Writing
 from ropeway.text.tokenizer import Tokenizer
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -63,6 +65,8 @@ class Prompts:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: ToolUse = ToolUse(),
+        writing: Writing = Writing(),
         add_special_tokens: bool | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
@@ -71,7 +75,7 @@ class Prompts:
     ) -> list[int]:
         """Token ids of a chat; ``bounded`` as in ``encode``. Raises ``InvalidRequest``, ``ContextLengthExceeded``."""
         tokenizer = self.need_tokenizer()
-        checked = check_messages(messages)
+        checked = check_messages(tools.instructed(messages, writing))
         if bounded:
             self._check_length(sum(_characters(message["content"]) for message in checked), "messages")
         for name in _TEMPLATE_ARGUMENTS:
@@ -94,6 +98,7 @@ class Prompts:
         def work() -> list[int]:
             ids = tokenizer.encode_chat(
                 checked,
+                tools=tools.shown or None,
                 add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
                 continue_final_message=bool(continue_final_message),
                 **(template_kwargs or {}),
@@ -178,9 +183,23 @@ def _check_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         kind = "missing" if content is None else f"of type {type(content).__name__}"
         raise InvalidRequest(f"{place}.content is {kind}; it must be text or a list of text parts", param="messages")
     checked = {**message, "content": content}
-    if checked.get("tool_calls", ()) is None:
+    calls = checked.get("tool_calls", ())
+    if calls is None:
         del checked["tool_calls"]
+    elif calls:
+        _check_calls(calls, f"{place}.tool_calls")
     return checked
+
+
+def _check_calls(calls: Any, place: str) -> None:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{place} must be a list", param="messages")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{place}[{index}].function must be an object with a name", param="messages")
+        if not isinstance(function.get("arguments", ""), str | Mapping):
+            raise InvalidRequest(f"{place}[{index}].function.arguments must be JSON text", param="messages")
 
 
 def _check_part(part: Any, place: str) -> None:

@@ -20,6 +20,54 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """One more chunk at the end, without choices, with the usage of the whole request."""
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    """Absent: any object."""
+    strict: bool | None = None
+    """Schemas are followed to the letter, strict or not."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """OpenAI's way to say what the answer must look like."""
+
+    type: str
+    """``text``, ``json_object`` or ``json_schema``."""
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """Exactly one of them."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    type: str = "function"
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    type: str = "function"
+    function: NamedFunction
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What chat and text completions have in common."""
 
@@ -59,6 +107,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Give the token ids of the prompt and of every choice, beside their text."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its beginning-of-text token (chat: default off, the template does it)."""
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's way to say what the answer must look like; the ``guided_`` fields are its older one."""
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -71,6 +128,17 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     """The answer carries on the last message, which must be the assistant's."""
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | NamedTool | None = None
+    """``none``, ``auto`` (the default where there are tools), ``required``, or one tool."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call, where calls are forced."""
+    reasoning_effort: str | None = None
+    """``none``: answer without reasoning, if the model can; other words mean nothing here."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning, where the model reasons; vLLM's."""
+    include_reasoning: bool | None = None
+    """False: leave the reasoning out of the answer."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -78,7 +146,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Text, token ids, or a list of either; each prompt has ``n`` choices, in order."""
     logprobs: int | None = None
     best_of: int | None = None
-    """Only as much as ``n``."""
+    """Generate so many, and answer with the ``n`` likeliest (by the mean log-probability of their tokens)."""
+    echo: bool | None = None
+    """Begin every choice with its prompt."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -87,6 +157,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -97,6 +168,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    input: str | list[Any]
 
 
 # --------------------------------------------------------------------------- responses
@@ -138,17 +214,40 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Characters of the choice's text before the token."""
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+    """JSON; in a stream, some more of it."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first one of a call has its id and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: str
     stop_reason: int | str | None = None
     """vLLM's: the stop string, or the id of the token, that ended it."""
     token_ids: list[int] | UnsetType = UNSET
@@ -157,13 +256,15 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import EngineDead, InvalidRequest, ModelNotFound
-from ropeway.server.auth import has_key
+from ropeway.server.auth import caller_of
 from ropeway.server.errors import RequestNotFound
-from ropeway.server.explaining import MOST_ENDED
+from ropeway.server.explaining import MOST_ENDED, Record
 from ropeway.server.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
+    EmbeddingsRequest,
     Health,
     ModelCard,
     ModelList,
@@ -21,6 +22,7 @@ from ropeway.server.protocol import (
 )
 from ropeway.server.state import State, state_of
 from ropeway.server.streaming import json_response
+from ropeway.server.tooling import shown_tools
 from ropeway.version import __version__
 
 
@@ -48,6 +50,8 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         tokens = await state.prompts.chat(
             body.messages,
+            tools=shown_tools(body.tools),
+            writing=state.writing,
             add_special_tokens=body.add_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -89,11 +93,18 @@ async def detokenize(request: Request) -> Response:
     return await state.prompts.run(answer, aside=True)
 
 
+async def embeddings(request: Request) -> Response:
+    """Refused: the architectures that are served are trained to say what comes next, and make no embeddings."""
+    state = state_of(request)
+    name = state.model_name((await state.read(request, EmbeddingsRequest)).model)
+    raise InvalidRequest(f"{name} generates text and makes no embeddings; ask a model made for them", param="model")
+
+
 async def health(request: Request) -> Response:
     """Whether the engine lives; 503 with the reason if not. The route is open, as probes have no key: what the server
     does without is told to those who have it."""
     state = state_of(request)
-    return health_of(state, details=state.config.server.api_key is None or has_key(request))
+    return health_of(state, details=not state.keys.needed or caller_of(request) is not None)
 
 
 def health_of(state: State, *, details: bool) -> Response:
@@ -109,14 +120,27 @@ def health_of(state: State, *, details: bool) -> Response:
 
 async def explain(request: Request) -> Response:
     """Where a request's time went, by the id of its completion or the ``X-Request-Id`` of its answer."""
-    name = request.path_params["request_id"]
-    record = state_of(request).records.find(name)
+    return json_response(await _record(request).explain())
+
+
+async def cancel(request: Request) -> Response:
+    """End a request that is under way, by the same ids; one that has ended already is left as it is."""
+    record = _record(request)
+    under_way = record.ended_s is None
+    state_of(request).cancel(record)
+    return json_response({"id": record.id, "object": "request", "cancelled": under_way})
+
+
+def _record(request: Request) -> Record:
+    """The caller's own. Raises ``RequestNotFound``."""
+    name, caller = request.path_params["request_id"], caller_of(request)
+    record = state_of(request).records.find(name, "" if caller is None else caller.name)
     if record is None:
         raise RequestNotFound(
             f"there is no request {name!r:.200} here; the last {MOST_ENDED} that have ended are remembered",
             param="request_id",
         )
-    return json_response(await record.explain())
+    return record
 
 
 async def show_version(request: Request) -> Response:

@@ -3,7 +3,8 @@
 Ports are bound before the model is loaded, so that one in use is told at once. The management listener answers from
 then on (healthy, not ready), the API once the engine is there. The first SIGTERM or SIGINT closes the door: readiness
 and new requests get 503, running ones have ``drain_timeout_s`` to finish. A second one ends everything at once.
-When the engine dies, requests end with an error, and soon after the server does, with exit code 1.
+When the engine dies, requests end with an error and it is started again; when that is no use, the server ends soon
+after with exit code 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,9 +25,10 @@ from fastapi import FastAPI
 from ropeway.config import Config, ServerConfig
 from ropeway.engine.client import AsyncEngine
 from ropeway.engine.spawn import SpawnedEngine
-from ropeway.errors import Draining
+from ropeway.engine.supervision import SupervisedEngine
+from ropeway.errors import ConfigError, Draining
 from ropeway.server.app import create_app, create_management_app
-from ropeway.server.listening import Listener, bind
+from ropeway.server.listening import Certificate, Listener, bind
 from ropeway.server.sampling import read_defaults
 from ropeway.server.state import State
 
@@ -45,13 +48,16 @@ def run(config: Config, spawned: SpawnedEngine) -> int:
 
     from ropeway.engine.process import start_engine
 
+    restart = start_engine if config.server.engine_restarts and config.parallel.nnodes == 1 else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, functools.partial(start_engine, spawned=spawned)))
+        return runner.run(serve(config, functools.partial(start_engine, spawned=spawned), restart))
 
 
-async def serve(config: Config, start_engine: StartEngine) -> int:
-    """As ``run``, on a loop that is running already, in the main thread."""
+async def serve(config: Config, start_engine: StartEngine, restart: StartEngine | None = None) -> int:
+    """As ``run``, on a loop that is running already, in the main thread. ``restart``: makes another engine when one has
+    died; None: the server ends with it."""
     signals = _Signals()
+    certificate = _certificate(config.server)
     with contextlib.ExitStack() as stack:
         api_socket, management_socket = _bind_both(config.server, stack)
         stack.enter_context(signals.caught())
@@ -63,22 +69,39 @@ async def serve(config: Config, start_engine: StartEngine) -> int:
             engine = await _unless(signals.first, start_engine(config))
             if engine is None:
                 return 0
-            return await _serve_api(config, engine, api_socket, management_app, signals)
+            if restart is not None:
+                again = functools.partial(restart, config)
+                engine = SupervisedEngine(engine, again, config.server.engine_restarts)
+            return await _serve_api(config, engine, api_socket, management_app, signals, certificate)
         finally:
             await management.stop()
             if engine is not None:
                 await engine.close()
 
 
+def _certificate(config: ServerConfig) -> Certificate | None:
+    if config.tls_cert is None:
+        if config.tls_key is not None:
+            raise ConfigError("tls_key needs tls_cert, the certificate it belongs to", param="tls_key")
+        return None
+    return Certificate(Path(config.tls_cert), None if config.tls_key is None else Path(config.tls_key))
+
+
 async def _serve_api(
-    config: Config, engine: AsyncEngine, api_socket: socket.socket, management_app: FastAPI, signals: _Signals
+    config: Config,
+    engine: AsyncEngine,
+    api_socket: socket.socket,
+    management_app: FastAPI,
+    signals: _Signals,
+    certificate: Certificate | None,
 ) -> int:
     defaults = await asyncio.to_thread(_sampling_defaults, config)
     app = create_app(engine, config, sampling_defaults=defaults)
     state: State = app.state.ropeway
-    api = Listener(app, api_socket, "port")
+    api = Listener(app, api_socket, "port", certificate)
     await api.start()
     management_app.state.ropeway = state
+    signals.on_hangup = functools.partial(_reload_keys, state)
     # What start-up made lives as long as the process; the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -91,6 +114,13 @@ async def _serve_api(
     await api.stop()
     state.prompts.close()
     return code
+
+
+def _reload_keys(state: State) -> None:
+    try:
+        logger.info("%d API keys were read", state.keys.reload())
+    except ConfigError as error:
+        logger.error("the API keys stay as they are: %s", error.message)
 
 
 async def _drain(state: State, timeout_s: float, signals: _Signals) -> int:
@@ -118,21 +148,23 @@ async def _give_up(state: State, failure: str) -> int:
 
 
 class _Signals:
-    """SIGTERM and SIGINT, counted."""
+    """SIGTERM and SIGINT, counted; and SIGHUP."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.on_hangup: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._heard)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.on_hangup())
         try:
             yield
         finally:
-            for each in (signal.SIGTERM, signal.SIGINT):
+            for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(each)
 
     def _heard(self) -> None:

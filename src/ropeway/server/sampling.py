@@ -8,7 +8,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from ropeway.errors import InvalidRequest
+from ropeway.grammar import Grammar
 from ropeway.request import SamplingParams
 from ropeway.server.limits import MAX_LOGIT_BIAS
 from ropeway.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -47,8 +50,16 @@ def read_defaults(model: Path) -> dict[str, float]:
     return defaults
 
 
-def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, float]) -> SamplingParams:
-    """Raises ``InvalidRequest`` naming the field."""
+def chat_params(
+    request: ChatCompletionRequest,
+    defaults: Mapping[str, float],
+    *,
+    grammar: Grammar | None = None,
+    show_special_tokens: bool = False,
+    thinking: bool = False,
+) -> SamplingParams:
+    """``show_special_tokens``: whatever the request says. ``thinking``: the prompt ends within the reasoning. Raises
+    ``InvalidRequest`` naming the field."""
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -56,7 +67,13 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, float]) -
     if request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
     try:
-        return _params(request, defaults, max_tokens, logprobs)
+        params = _params(request, defaults, max_tokens, logprobs, grammar)
+        return msgspec.structs.replace(
+            params,
+            skip_special_tokens=params.skip_special_tokens and not show_special_tokens,
+            thinking_budget=request.thinking_token_budget,
+            thinking=thinking and request.thinking_token_budget is not None,
+        )
     except InvalidRequest as error:
         if error.param == "logprobs":
             raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from error
@@ -66,18 +83,42 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, float]) -
         raise
 
 
-def completion_params(request: CompletionRequest, defaults: Mapping[str, float]) -> SamplingParams:
-    """Raises ``InvalidRequest`` naming the field."""
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InvalidRequest(f"best_of {request.best_of} is not supported, only best_of equal to n", param="best_of")
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, float], *, grammar: Grammar | None = None
+) -> SamplingParams:
+    """``n`` of the result is how many are generated. Raises ``InvalidRequest`` naming the field."""
+    _check_best_of(request)
     max_tokens = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.max_tokens is None and request.min_tokens is not None:
         max_tokens = max(max_tokens, request.min_tokens)
-    return _params(request, defaults, max_tokens, request.logprobs)
+    params = _params(request, defaults, max_tokens, request.logprobs, grammar)
+    if not chooses(request):
+        return params
+    ranked_by = 0 if params.logprobs is None else params.logprobs
+    return msgspec.structs.replace(params, n=request.best_of, logprobs=ranked_by)
+
+
+def chooses(request: CompletionRequest) -> bool:
+    """Whether only the best of what is generated is told."""
+    return request.best_of is not None and request.best_of != (request.n or 1)
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    if not chooses(request):
+        return
+    assert request.best_of is not None
+    if request.best_of < (request.n or 1):
+        raise InvalidRequest(f"best_of is {request.best_of}; it must be at least n ({request.n or 1})", param="best_of")
+    if request.stream:
+        raise InvalidRequest("best_of above n cannot be streamed: which is best shows at the end", param="best_of")
 
 
 def _params(
-    request: GenerationRequest, defaults: Mapping[str, float], max_tokens: int | None, logprobs: int | None
+    request: GenerationRequest,
+    defaults: Mapping[str, float],
+    max_tokens: int | None,
+    logprobs: int | None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
@@ -90,6 +131,9 @@ def _params(
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=_logit_bias(request.logit_bias or {}),
+        bad_words=tuple(request.bad_words or ()),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        grammar=grammar,
     )
 
 

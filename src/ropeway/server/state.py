@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -14,13 +15,16 @@ from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, RequestOptions
 from ropeway.errors import ModelNotFound, RopewayError
 from ropeway.request import SamplingParams
+from ropeway.server.errors import Cancelled
 from ropeway.server.explaining import Record, Records
 from ropeway.server.fields import UnknownFields, refuse_unserved
 from ropeway.server.generating import Generating
+from ropeway.server.keys import Caller, KeyRing
 from ropeway.server.limits import convert, parse_object, read_body
 from ropeway.server.metrics import Metrics
 from ropeway.server.prompts import Prompts
 from ropeway.server.tracing import Door
+from ropeway.text.answers.families import writing_of
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -35,7 +39,11 @@ class State:
         self.model_names = [name.strip() for name in names.split(",")] if config.server.served_model_name else [names]
         self.most_requests = config.server.max_queue + engine.info.max_num_seqs
         """Choices that fit into the queue and the seats together."""
+        self.writing = writing_of(engine.tokenizer, config.server.tool_call_parser, config.server.reasoning_parser)
         self.door = Door()
+        server = config.server
+        keys = None if server.api_keys is None else Path(server.api_keys)
+        self.keys = KeyRing(server.api_key, keys, engine.info.tiers)
         self.metrics = Metrics(engine)
         self.records = Records()
         self.prompts = Prompts(engine.tokenizer, max_model_len=engine.info.max_model_len, most=self.most_requests)
@@ -44,8 +52,9 @@ class State:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """The request's body as ``kind``. Raises ``PayloadTooLarge`` and ``InvalidRequest``."""
-        content = parse_object(await read_body(request, int(self.config.server.max_body_mb * 2**20)))
-        refuse_unserved(content)
+        server = self.config.server
+        content = parse_object(await read_body(request, int(server.max_body_mb * 2**20), server.body_timeout_s))
+        refuse_unserved(content, kind.__struct_fields__)
         body = convert(content, kind)
         self._unknown_fields.note(content, kind.__struct_fields__)
         return body
@@ -68,12 +77,15 @@ class State:
         *,
         completion_id: str,
         request_id: str,
+        caller: Caller | None,
     ) -> Generating:
-        """Hand prompts to the engine; raises as ``Generating`` does. ``options`` have a tier and an arrival; by either
-        id clients may ask where the time went."""
+        """Hand prompts to the engine; raises as ``Generating`` does, and ``TooManyRequests`` where the caller has had
+        enough. ``options`` have a tier and an arrival; by either id the caller may ask where the time went."""
         assert options.tier is not None
         assert options.arrival_s is not None
-        record = Record(completion_id, request_id, self.engine.info.tiers[options.tier].name, options.arrival_s)
+        owner = "" if caller is None else caller.name
+        tier = self.engine.info.tiers[options.tier].name
+        record = Record(completion_id, request_id, tier, options.arrival_s, owner=owner)
         generating = Generating(
             self.engine,
             self.metrics,
@@ -83,9 +95,16 @@ class State:
             most=self.most_requests,
             record=record,
             records=self.records,
+            lease=None if caller is None else caller.begin(),
         )
         self._generating.add(generating)
         return generating
+
+    def cancel(self, record: Record) -> None:
+        """End the request that a record is of, if it is under way: its reader is told so."""
+        for generating in list(self._generating):
+            if generating.record is record:
+                generating.cancel(Cancelled("the request was cancelled"))
 
     def cancel_all(self, why: RopewayError) -> None:
         for generating in list(self._generating):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from ropeway.errors import RopewayError
 from ropeway.server.errors import error_body, unexpected
 
+logger = logging.getLogger(__name__)
+
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
@@ -21,6 +24,16 @@ _encode = msgspec.json.Encoder().encode
 def event(body: Any) -> bytes:
     """A server-sent event. JSON as msgspec writes it holds no line break."""
     return b"data: " + _encode(body) + b"\n\n"
+
+
+def named_event(name: str, body: Any) -> bytes:
+    """One that says what it is, as some APIs want it."""
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
+def error_event(error: RopewayError) -> bytes:
+    """A failure, in the shape of an error's body."""
+    return b"data: " + error_body(error) + b"\n\n"
 
 
 def json_response(body: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -51,13 +64,23 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], cancel: Callable[[], None], headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        cancel: Callable[[], None],
+        headers: Mapping[str, str],
+        *,
+        broken: Callable[[RopewayError], bytes] = error_event,
+        read_timeout_s: float | None = None,
     ) -> None:
-        """``cancel`` aborts what ``events`` waits for; called however the stream ends."""
+        """``cancel`` aborts what ``events`` waits for; called however the stream ends. ``broken``: the event that tells
+        a failure. ``read_timeout_s``: how long a client may leave unread what was sent, before the stream is given
+        up."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._cancel = cancel
+        self._broken = broken
+        self._read_timeout_s = read_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -65,8 +88,12 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async with contextlib.aclosing(self._told()) as told:
                     async for data in told:
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                        async with asyncio.timeout(self._read_timeout_s):
+                            await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            # The server closes a connection whose answer is not complete.
+            logger.warning("a stream is given up: its client had read nothing for %g s", self._read_timeout_s)
         finally:
             self._cancel()
 
@@ -76,6 +103,6 @@ class EventStream(Response):
                 async for data in events:
                     yield data
         except RopewayError as error:
-            yield b"data: " + error_body(error) + b"\n\n"
+            yield self._broken(error)
         except Exception as error:
-            yield b"data: " + error_body(unexpected(error)) + b"\n\n"
+            yield self._broken(unexpected(error))

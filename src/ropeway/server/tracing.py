@@ -62,6 +62,7 @@ class RequestId:
                     status,
                     time.perf_counter() - begin,
                     request_id,
+                    extra={"request_id": request_id, "status": status, "method": scope["method"]},
                 )
 
 
@@ -106,7 +107,7 @@ class Doorkeeper:
             return
         if self._door.closed:
             error = Draining("the server is shutting down and takes no new requests; try another one")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         self._door.enter()
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 from ropeway.simulation.clock import VirtualClock
 from ropeway.simulation.cost_model import CostModel
 
@@ -43,7 +43,7 @@ class SimulatedWork:
         self._copy_s = copy_s
         self._compute_s = compute_s
 
-    def sample(self) -> None:
+    def sample(self, masks: Masks | None = None) -> None:
         """Its time is in the step's."""
 
     def result(self) -> Result:

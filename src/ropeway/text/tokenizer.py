@@ -171,6 +171,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def template_sources(self) -> list[str]:
+        """The chat templates as the model has them."""
+        return [template.source for template in self._templates.values()]
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

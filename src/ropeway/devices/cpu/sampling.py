@@ -64,6 +64,9 @@ class SampleCall:
             inputs.bias_ids.data_ptr(),
             inputs.bias_values.data_ptr(),
             inputs.top_logprobs.data_ptr(),
+            _address(inputs.mask_of),
+            _address(inputs.masks),
+            0 if inputs.masks is None else inputs.masks.shape[1],
             token_ids.data_ptr(),
             _address(logprobs),
             _address(top_ids),
@@ -85,8 +88,23 @@ def _check(inputs: SampleInputs, rows: int) -> None:
         raise ValueError(f"bias_start must be int32 [{rows + 1}], not {list(inputs.bias_start.shape)}")
     if inputs.bias_ids.dtype != torch.int32 or inputs.bias_values.dtype != torch.float32:
         raise ValueError("biases must be int32 ids and float32 values")
+    _check_masks(inputs, rows)
     if inputs.tokens.dtype != torch.int32 or (inputs.tokens.shape[1] > 1 and inputs.tokens.stride(1) != 1):
         raise ValueError("tokens must be int32 [slots, positions] with adjacent positions")
+
+
+def _check_masks(inputs: SampleInputs, rows: int) -> None:
+    mask_of, masks = inputs.mask_of, inputs.masks
+    if (mask_of is None) != (masks is None):
+        raise ValueError("mask_of and masks come together or not at all")
+    if mask_of is None or masks is None:
+        return
+    if mask_of.dtype != torch.int32 or mask_of.shape != (rows,) or not mask_of.is_contiguous():
+        raise ValueError(f"mask_of must be contiguous int32 [{rows}], not {mask_of.dtype} {list(mask_of.shape)}")
+    if masks.dtype != torch.int32 or masks.dim() != 2 or not masks.is_contiguous():
+        raise ValueError(f"masks must be contiguous int32 [m, words], not {masks.dtype} {list(masks.shape)}")
+    if rows and int(mask_of.max()) >= len(masks):
+        raise ValueError(f"mask_of names mask {int(mask_of.max())} of {len(masks)}")
 
 
 _COLUMNS = (

@@ -8,7 +8,7 @@ from typing import Protocol
 from ropeway.execution.local import LocalWork
 from ropeway.execution.ranks.cutting import Cutter
 from ropeway.execution.worker import Worker
-from ropeway.plan import Plan, Result
+from ropeway.plan import Masks, Plan, Result
 
 
 class Others(Protocol):
@@ -32,8 +32,8 @@ class RankedWork:
         self._others = others
         self._work = work
 
-    def sample(self) -> None:
-        self._work.sample()
+    def sample(self, masks: Masks | None = None) -> None:
+        self._work.sample(masks)
 
     def result(self) -> Result:
         """Raises why a rank cannot go on, where one cannot."""

@@ -26,7 +26,7 @@ END_TOKENS = (
     "<|end|>",
     "<end_of_turn>",
     "<|END_OF_TURN_TOKEN|>",
-    "<｜end▁of▁sentence｜>",  # noqa: RUF001
+    "<｜end▁of▁sentence｜>",
 )
 """Tokens that end a turn or a text in every vocabulary that has them. Many files name only one end token,
 and often not the one their chat template writes; a model must stop at either."""

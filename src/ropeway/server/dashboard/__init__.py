@@ -1,0 +1,1 @@
+"""The dashboard: one page, its script and style, and what they show."""
