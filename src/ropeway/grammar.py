@@ -26,7 +26,7 @@ MAX_CHOICES = 1024
 
 _BLANKS = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON, once at each place: a small model may like blanks so much that it never goes on."""
-_LONG_LITERAL = re.compile(r"[^()\[\]{}|*+?.\\^$\":\n]{%d,}" % (MAX_LITERAL + 1))
+_LONG_LITERAL = re.compile(r'[^()\[\]{}|*+?.\\^$":\n]{' + f"{MAX_LITERAL + 1},}}")
 _ANY_OBJECT = '{"type": "object"}'
 
 

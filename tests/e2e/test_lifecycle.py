@@ -52,7 +52,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
 @pytest.mark.report("vllm-project/vllm#7633")
 @pytest.mark.report("vllm-project/vllm#52852")
 def test_a_killed_engine_process_is_told_to_every_reader_and_by_health() -> None:
-    with ServerProcess(tiny_chat_model()) as server:
+    with ServerProcess(tiny_chat_model(), "--engine-restarts", "0") as server:
         events: list[list[str]] = [[], [], []]
         readers = [threading.Thread(target=stream, args=(server, 1900, each)) for each in events]
         for reader in readers:

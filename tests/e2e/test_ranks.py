@@ -249,7 +249,8 @@ def test_a_rank_killed_or_cut_off_in_the_middle_of_a_step_is_an_error_within_fiv
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_clients_hear_of_a_lost_rank_within_five_seconds_and_the_server_ends(how: signal.Signals) -> None:
-    with ServerProcess(tiny_chat_model(), "--tensor-parallel-size", "2", "--threads", "1") as server:
+    flags = ("--tensor-parallel-size", "2", "--threads", "1", "--engine-restarts", "0")
+    with ServerProcess(tiny_chat_model(), *flags) as server:
         events: list[list[str]] = [[], []]
         readers = [threading.Thread(target=stream, args=(server, 1900, each)) for each in events]
         for reader in readers:
