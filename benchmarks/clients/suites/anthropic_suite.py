@@ -26,11 +26,12 @@ def message() -> None:
 
 @check
 def streamed() -> None:
-    with client.messages.stream(model=MODEL, max_tokens=20, messages=ASK, temperature=0) as stream:
+    greedy = {"temperature": 0}
+    with client.messages.stream(model=MODEL, max_tokens=20, messages=ASK, extra_body=greedy) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert final.content[0].text == text
-    whole = client.messages.create(model=MODEL, max_tokens=20, messages=ASK, temperature=0)
+    whole = client.messages.create(model=MODEL, max_tokens=20, messages=ASK, extra_body=greedy)
     assert whole.content[0].text == text
 
 
