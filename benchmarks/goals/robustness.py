@@ -83,7 +83,10 @@ async def _hostile(server: Server, count: int) -> dict[str, Any]:
         async def send(request: HostileRequest) -> None:
             try:
                 answer = await client.request(
-                    request.method, request.path, content=request.content, headers=httpx.Headers(request.headers, encoding="latin-1")
+                    request.method,
+                    request.path,
+                    content=request.content,
+                    headers=httpx.Headers(request.headers, encoding="latin-1"),
                 )
             except httpx.HTTPError as error:
                 statuses[type(error).__name__] += 1

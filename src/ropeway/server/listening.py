@@ -113,6 +113,7 @@ class Listener:
                 log_config=None,
                 log_level="warning",
                 server_header=False,
+                proxy_headers=False,
                 backlog=2048,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=1,

@@ -19,6 +19,7 @@ logger = logging.getLogger("ropeway.access")
 
 _ACCEPTABLE = re.compile(r"[\x21-\x7e]{1,128}")
 _STATE = "request_id"
+_SEND = "send"
 _OPEN_WHILE_DRAINING = frozenset({"/health", "/metrics", "/version"})
 
 
@@ -39,7 +40,7 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})[_STATE] = request_id
+        scope.setdefault("state", {}).update({_STATE: request_id, _SEND: send})
         begin = time.perf_counter()
         status = 0
 
@@ -64,6 +65,12 @@ class RequestId:
                     request_id,
                     extra={"request_id": request_id, "status": status, "method": scope["method"]},
                 )
+
+
+def direct_send(scope: Scope) -> Send | None:
+    """Sends what follows an answer's headers, past all middleware."""
+    send: Send | None = scope.get("state", {}).get(_SEND)
+    return send
 
 
 def request_id_of(request: Request) -> str:
