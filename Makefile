@@ -78,8 +78,9 @@ format: setup  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs-figures: setup  ## Draw the pictures of docs/ that follow from the code alone
+docs-figures: setup  ## Draw the pictures of docs/ anew
 	$(BIN)/python -m benchmarks.overlap_figure
+	$(BIN)/python -m benchmarks.screens
 
 # Needs nothing but the standard library, so nothing is set up for it.
 reports:  ## List public bug reports of other engines that no test guards against

@@ -12,6 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -100,7 +101,7 @@ async def _hostile(server: Server, count: int) -> dict[str, Any]:
                     {"path": request.path[:100], "problem": answer.text, "content": str(request.content[:300])}
                 )
 
-        await _bounded((lambda request=request: send(request) for request in requests(count)), _AT_ONCE)  # type: ignore[misc]
+        await _bounded((partial(send, request) for request in requests(count)), _AT_ONCE)
     unexplained = sum(
         n for code, n in statuses.items() if code.isdecimal() and int(code) >= 500 and int(code) not in _DOCUMENTED
     )

@@ -112,7 +112,11 @@ def test_the_page_works_in_a_browser(page_url: str) -> None:
         assert "decode" in page.inner_text("#story")
         page.click("#record")
         page.locator("#timeline-note", has_text="nothing ran").wait_for()
-        assert page.locator("#c-throughput svg.main-svg").count() > 0
+        assert not page.locator("#key-form").is_visible()
+        points = "document.getElementById('c-load').calcdata[0].length"
+        drawn = page.evaluate(points)
+        page.wait_for_timeout(2500)
+        assert page.evaluate(points) > drawn, "the charts stand still"
         assert page.locator("#queue tbody tr").count() == 1
         browser.close()
     assert not [problem for problem in problems if "favicon" not in problem]

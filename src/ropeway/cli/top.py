@@ -18,10 +18,12 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     screenshot: Annotated[
         str | None,
-        typer.Option(metavar="FILE.svg", help="Draw three looks, save a picture and exit.", show_default=False),
+        typer.Option(metavar="FILE.svg", help="Look a few times, save a picture and exit.", show_default=False),
     ] = None,
 ) -> None:
     """Watch a running server in the terminal: its batch, queues, KV pool and latencies."""
     from ropeway.cli.top_view import TopApp
 
-    TopApp(url.rstrip("/"), api_key, every_s=every, screenshot=screenshot).run(headless=screenshot is not None)
+    TopApp(url.rstrip("/"), api_key, every_s=every, screenshot=screenshot).run(
+        headless=screenshot is not None, size=None if screenshot is None else (132, 34)
+    )

@@ -13,7 +13,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Sparkline, Static
 
 _KEPT = 120
-_LOOKS = 3
+_LOOKS = 12
 """Before a picture is taken."""
 _BAR = 24
 
@@ -28,6 +28,7 @@ class TopApp(App[None]):
     #figures { height: auto; padding: 0 1; }
     .spark { width: 1fr; height: 4; padding: 0 1; }
     .spark Sparkline { height: 3; }
+    #sparks { height: 5; }
     #lower { height: 1fr; }
     #batch { width: 3fr; }
     #side { width: 2fr; }
@@ -43,15 +44,15 @@ class TopApp(App[None]):
         self._screenshot = screenshot
         self._client = httpx.AsyncClient(headers=self._headers, timeout=5.0)
         self._before: dict[str, Any] | None = None
-        self._rates: deque[float] = deque([0.0] * _KEPT, maxlen=_KEPT)
-        self._running_now: deque[float] = deque([0.0] * _KEPT, maxlen=_KEPT)
+        self._rates: deque[float] = deque(maxlen=_KEPT)
+        self._running_now: deque[float] = deque(maxlen=_KEPT)
         self._paused = False
         self._looks = 0
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
         yield Static(id="figures")
-        with Horizontal():
+        with Horizontal(id="sparks"):
             with Vertical(classes="spark"):
                 yield Static("tokens/s")
                 yield Sparkline(id="rate")
@@ -104,7 +105,7 @@ class TopApp(App[None]):
         stats, limits = now["stats"], now["limits"]
         self._running_now.append(stats["running"])
         self.query_one("#head", Static).update(_head(now))
-        self.query_one("#figures", Static).update(_figures(now, before, self._rates[-1]))
+        self.query_one("#figures", Static).update(_figures(now, before, self._rates[-1] if self._rates else 0.0))
         self.query_one("#rate", Sparkline).data = list(self._rates)
         self.query_one("#running", Sparkline).data = list(self._running_now)
         batch = self.query_one("#batch", DataTable)

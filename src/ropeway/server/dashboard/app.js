@@ -62,10 +62,9 @@ function bar(seat) {
   const whole = document.createElement("div"), prompt = document.createElement("i"), done = document.createElement("i");
   whole.className = "bar";
   prompt.className = "prompt";
-  prompt.style.width = 100 * seat.prompt_tokens / seat.limit + "%";
+  prompt.style.width = 100 * Math.min(seat.prompt_tokens, seat.computed_tokens) / seat.limit + "%";
   done.style.width = 100 * Math.min(seat.computed_tokens, seat.limit) / seat.limit + "%";
-  done.style.opacity = 0.8;
-  whole.append(prompt, done);
+  whole.append(done, prompt);
   return whole;
 }
 
@@ -172,7 +171,7 @@ const layout = (title, unit) => ({
 
 function draw(id, title, unit, lines) {
   const data = lines.map(([name, field]) => ({
-    name, x: series.time, y: series[field], mode: "lines", connectgaps: false, line: { width: 1.6 } }));
+    name, x: [...series.time], y: [...series[field]], mode: "lines", connectgaps: false, line: { width: 1.6 } }));
   Plotly.react(id, data, layout(title, unit), { displayModeBar: false, responsive: true });
 }
 
