@@ -26,6 +26,7 @@ MAX_CHOICES = 1024
 
 _BLANKS = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON, once at each place: a small model may like blanks so much that it never goes on."""
+_ESCAPES = 'nrbtf\\"'
 _LONG_LITERAL = re.compile(r'[^()\[\]{}|*+?.\\^$":\n]{' + f"{MAX_LITERAL + 1},}}")
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -108,9 +109,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return cls(kind="lark", text=rules, after=after)
 
 
-def bounded_blanks(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema for the compiler, which says how many blanks may stand between the parts of its JSON."""
-    return {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
+def told_plainly(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema for the compiler: with few blanks between the parts of its JSON, and with characters as they are, not as
+    ``\\u4e2d``."""
+    return {**schema, "x-guidance": {"whitespace_pattern": _BLANKS, "json_allowed_escapes": _ESCAPES}}
 
 
 def _open_brackets(text: str) -> int:

@@ -62,6 +62,8 @@ def test_what_is_complete_is_what_the_grammar_says(tiny: Path) -> None:
     assert complete >= 3
 
 
+@pytest.mark.report("vllm-project/vllm#26292")
+@pytest.mark.report("vllm-project/vllm#29379")
 def test_modes_chunks_and_company_change_nothing(tiny: Path) -> None:
     """Sync and async, alone and in a batch, with small budgets and a pool that forces preemption: the same bits."""
     wanted = None
@@ -98,6 +100,44 @@ def test_log_probabilities_are_those_of_what_is_allowed(tiny: Path) -> None:
     assert output.text == "a"
     assert output.logprobs is not None
     assert output.logprobs[0].logprob == pytest.approx(0.0, abs=1e-6)  # there was no choice
+
+
+@pytest.mark.report("vllm-project/vllm#17975")
+def test_bad_words_hold_for_every_sibling(tiny: Path) -> None:
+    with LLM(str(tiny)) as llm:
+        assert llm.tokenizer is not None
+        free = SamplingParams(n=3, max_tokens=80, temperature=0.9, seed=5)
+        (output,) = llm.generate("x", free, progress=False)
+        words = {token: llm.tokenizer.decode([token]) for token in output.outputs[1].token_ids}
+        first, word = next((t, w) for t, w in words.items() if llm.tokenizer.encode(w, False) == [t])
+        for seed in range(10):
+            params = SamplingParams(n=3, max_tokens=80, temperature=0.9, seed=seed, bad_words=(word,))
+            (output,) = llm.generate("x", params, progress=False)
+            assert all(first not in each.token_ids for each in output.outputs)
+
+
+@pytest.mark.report("vllm-project/vllm#31332")
+def test_reasoning_then_a_schema_is_the_same_in_every_mode(tiny: Path) -> None:
+    """A budget ends the reasoning; the grammar begins right there."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    params = SamplingParams(
+        grammar=Grammar.json_schema({**schema, "additionalProperties": False}, after="</think>"),
+        thinking_budget=7,
+        thinking=True,
+        max_tokens=300,
+        seed=2,
+    )
+    texts = set()
+    for ahead in (True, False):
+        with LLM(str(tiny), async_scheduling=ahead) as llm:
+            for company in (0, 3):
+                outputs = llm.generate(["x"] * (1 + company), params, progress=False)
+                texts.add(outputs[0].text)
+                assert llm.tokenizer is not None
+    (text,) = texts
+    reasoning, _, answer = text.partition("</think>")
+    assert len(llm.tokenizer.encode(reasoning, add_special_tokens=False)) <= 12
+    assert json.loads(answer)["n"] <= 99
 
 
 def test_bad_words_and_allowed_tokens_hold(tiny: Path) -> None:
@@ -152,9 +192,21 @@ HOSTILE: list[dict[str, Any]] = [
     {"guided_json": {"type": "number", "multipleOf": 1e-300}},
     {"guided_json": {"type": "string", "format": "no-such-format"}},
     {"guided_choice": ["x" * 50_000] * 4},
+    {"guided_json": {"type": "nonsense"}},
+    {"guided_json": {"type": "string", "format": "email"}},
+    {"guided_json": {"type": "array", "items": [{"type": "integer"}, {"type": "string"}]}},
+    {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(60_000)}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": None}}},
+    {"guided_regex": "[a-"},
+    {"guided_regex": "(a+)+$" * 5000},
 ]
 
 
+@pytest.mark.report("sgl-project/sglang#4574")
+@pytest.mark.report("sgl-project/sglang#6346")
+@pytest.mark.report("vllm-project/vllm#17248")
+@pytest.mark.report("huggingface/text-generation-inference#2280")
+@pytest.mark.report("vllm-project/vllm#17313")
 def test_hostile_grammars_cost_their_senders_a_400_and_nobody_else_anything(tiny: Path) -> None:
     """Streams that run beside them never stop for long, all blocks come back, and the server lives on."""
     with ServerProcess(tiny, "--max-num-seqs", "8") as server, ThreadPoolExecutor(4) as pool:

@@ -52,7 +52,7 @@ def until_serving(server: ServerProcess, within_s: float = 60.0) -> float:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    flags = ("--cors-origins", "https://a.example", "--body-timeout-s", "1", "--read-timeout-s", "1")
+    flags = ("--cors-origins", "https://a.example", "--body-timeout-s", "4", "--read-timeout-s", "1")
     with ServerProcess(tiny_chat_model(), *flags) as server:
         yield server
 
@@ -84,6 +84,70 @@ def test_a_killed_engine_is_started_again_and_its_requests_end_with_an_error(ser
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.metric("ropeway_engine_restarts_total") == before + 1
     assert server.metric('ropeway_kv_blocks{state="live"}') == 0
+
+
+@pytest.mark.report("vllm-project/vllm#36451")
+@pytest.mark.report("openvinotoolkit/model_server#4503")
+def test_an_engine_that_hangs_is_no_healthy_one_and_is_started_again(server: ServerProcess) -> None:
+    before = server.metric("ropeway_engine_restarts_total")
+    hung = engine_of(server)
+    hung.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{server.url}/health").status_code == 200:
+        assert time.monotonic() < deadline, "health says that all is well"
+        time.sleep(0.1)
+    until_serving(server)
+    assert server.metric("ropeway_engine_restarts_total") == before + 1
+    assert not hung.is_running()
+
+
+@pytest.mark.report("sgl-project/sglang#22779")
+def test_a_server_that_was_killed_can_be_started_again_on_its_port() -> None:
+    with ServerProcess(tiny_chat_model()) as first:
+        first.process.kill()
+        first.process.wait()
+        with ServerProcess(tiny_chat_model(), "--port", str(first.port)) as second:
+            for _ in range(150):
+                assert httpx.post(f"{first.url}{CHAT}", json=body(), timeout=10).status_code == 200
+            assert second.process.poll() is None
+
+
+@pytest.mark.report("vllm-project/vllm#10635")
+@pytest.mark.report("vllm-project/vllm#24910")
+def test_a_body_that_takes_long_to_tokenize_keeps_nobody_waiting(server: ServerProcess) -> None:
+    text = "The line keeps moving; naïve café, 42 of 100. " * 60_000  # 2.8 MB
+    answers: list[int] = []
+    sending = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=120).status_code
+            )
+        )
+        for _ in range(2)
+    ]
+    for thread in sending:
+        thread.start()
+    slowest = 0.0
+    while any(thread.is_alive() for thread in sending):
+        began = time.monotonic()
+        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+        slowest = max(slowest, time.monotonic() - began)
+    assert answers == [200, 200]
+    assert slowest < 1.0, f"health took {slowest:.2f} s"
+
+
+@pytest.mark.report("mzau/mlx-knife#73")
+def test_a_stream_takes_no_longer_than_the_whole_answer(server: ServerProcess) -> None:
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(5):
+        for streamed in (True, False):
+            began = time.monotonic()
+            with httpx.stream(
+                "POST", server.url + CHAT, json=body(max_tokens=300, stream=streamed), timeout=60
+            ) as answer:
+                answer.read()
+            times[streamed].append(time.monotonic() - began)
+    assert min(times[True]) < 2 * min(times[False])
 
 
 def test_an_engine_with_ranks_is_started_again_with_them() -> None:

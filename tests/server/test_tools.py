@@ -109,6 +109,65 @@ def test_parallel_calls_can_be_ruled_out(qwen: Served) -> None:
     assert "call)*" not in one.text
 
 
+@pytest.mark.report("vllm-project/vllm#9693")
+@pytest.mark.report("vllm-project/vllm#18108")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"start": "2024-01-01", "count": 3}',
+        "{}",
+        '{"a": {"b": [1, {"c": null}]}}',
+        '{"text": "} \\" {"}',
+        '{"x": 1.5e3}',
+    ],
+)
+def test_streamed_arguments_are_those_of_the_whole_answer(qwen: Served, arguments: str) -> None:
+    script = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    (call,) = ask(qwen, script, tools=[ADD])["message"]["tool_calls"]
+    qwen.engine.reset(script)
+    with httpx.Client(base_url=qwen.url, timeout=20) as http:
+        chunks = stream(http, CHAT, chat_body(max_tokens=400, tools=[ADD]))
+    deltas = [each for chunk in chunks for choice in chunk["choices"] for each in choice["delta"].get("tool_calls", [])]
+    assert "".join(each["function"]["arguments"] for each in deltas) == call["function"]["arguments"] == arguments
+
+
+@pytest.mark.report("vllm-project/vllm-ascend#8327")
+def test_the_chunk_that_ends_an_answer_with_calls_has_nothing_else(qwen: Served) -> None:
+    qwen.engine.reset(CALL)
+    with httpx.Client(base_url=qwen.url, timeout=20) as http:
+        chunks = stream(http, CHAT, chat_body(max_tokens=400, tools=[WEATHER]))
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["choices"][0]["delta"] == {}
+
+
+@pytest.mark.report("vllm-project/vllm#25054")
+@pytest.mark.report("vllm-project/vllm#9209")
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("auto", "tool_calls"), ("required", "tool_calls"), ({"type": "function", "function": {"name": "add"}}, "stop")],
+)
+def test_an_answer_ends_for_the_same_reason_streamed_or_not(qwen: Served, choice: Any, reason: str) -> None:
+    fields = {"tools": [ADD, WEATHER], "tool_choice": choice}
+    assert ask(qwen, CALL, **fields)["finish_reason"] == reason
+    qwen.engine.reset(CALL)
+    with httpx.Client(base_url=qwen.url, timeout=20) as http:
+        chunks = stream(http, CHAT, chat_body(max_tokens=400, **fields))
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]] == [reason]
+
+
+@pytest.mark.report("vllm-project/vllm#9451")
+@pytest.mark.report("vllm-project/vllm#26233")
+def test_calls_after_the_first_are_left_out_where_one_is_wanted(qwen: Served) -> None:
+    fields = {"tools": [WEATHER], "parallel_tool_calls": False}
+    assert len(ask(qwen, f"{CALL}\n{CALL}", **fields)["message"]["tool_calls"]) == 1
+    qwen.engine.reset(f"{CALL}\n{CALL}")
+    with httpx.Client(base_url=qwen.url, timeout=20) as http:
+        chunks = stream(http, CHAT, chat_body(max_tokens=400, **fields))
+    deltas = [each for chunk in chunks for choice in chunk["choices"] for each in choice["delta"].get("tool_calls", [])]
+    assert {each["index"] for each in deltas} == {0}
+    assert json.loads("".join(each["function"]["arguments"] for each in deltas)) == {"city": "Köln"}
+
+
 def test_a_stream_tells_names_first_and_arguments_as_they_come(qwen: Served) -> None:
     qwen.engine.reset(f"Let me see.\n{CALL}\n{CALL}")
     with httpx.Client(base_url=qwen.url, timeout=20) as http:
@@ -159,6 +218,22 @@ def test_reasoning_is_told_apart(qwen: Served) -> None:
     assert choice["message"]["reasoning_content"] == "Hm."
     assert choice["message"]["content"] == "Yes."
     assert "reasoning_content" not in ask(qwen, "<think>Hm.</think>Yes.", include_reasoning=False)["message"]
+
+
+@pytest.mark.report("vllm-project/vllm-ascend#10777")
+def test_reasoning_has_its_share_of_the_usage(qwen: Served) -> None:
+    script = "<think>\nHm.\n</think>\n\nYes."
+    wanted = len(scripted_tokenizer().encode("<think>\nHm.\n</think>", add_special_tokens=False))
+    qwen.engine.reset(script)
+    usage = httpx.post(qwen.url + CHAT, json=chat_body(max_tokens=400), timeout=20).json()["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] == wanted < usage["completion_tokens"]
+    qwen.engine.reset(script)
+    with httpx.Client(base_url=qwen.url, timeout=20) as http:
+        chunks = stream(http, CHAT, chat_body(max_tokens=400, stream_options={"include_usage": True}))
+    assert chunks[-1]["usage"] == usage
+    qwen.engine.reset("Yes.")
+    usage = httpx.post(qwen.url + CHAT, json=chat_body(), timeout=20).json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
 def test_reasoning_is_streamed_apart(qwen: Served) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ropeway.engine.masking import Masking
 from ropeway.errors import InvalidRequest
 from ropeway.grammar import MAX_GRAMMAR, Grammar
-from ropeway.request import SamplingParams
+from ropeway.request import Request, SamplingParams
 from ropeway.text.constraints import Constraint, ConstraintCompiler
 from ropeway.text.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level
@@ -203,6 +204,33 @@ def test_a_model_without_tokenizer_or_end_token_says_so() -> None:
         ConstraintCompiler(lambda: tokenizer, 400, [777]).compile(SamplingParams(grammar=Grammar.regex("a")))
 
 
+@pytest.mark.report("vllm-project/vllm#8805")
+def test_json_has_characters_and_no_escapes_of_them(compiler: ConstraintCompiler, tokenizer: Tokenizer) -> None:
+    grammar = Grammar.json_object()
+    assert takes(compiler, tokenizer, grammar, '{"a": "理\\n\\"é"}')
+    assert not takes(compiler, tokenizer, grammar, '{"a": "\\u7406"}')
+
+
 def test_a_schema_keeps_the_order_of_its_properties() -> None:
     grammar = Grammar.json_schema({"properties": {"b": {}, "a": {}}})
     assert list(json.loads(grammar.text)["properties"]) == ["b", "a"]
+
+
+@pytest.mark.report("intel/llm-scaler#99")
+def test_compiled_constraints_are_kept_for_a_while_only(compiler: ConstraintCompiler) -> None:
+    masking = Masking(compiler)
+    for number in range(300):
+        request = Request(
+            id=number,
+            tokens=np.arange(2, dtype=np.int32),
+            prompt_tokens=2,
+            params=SamplingParams(grammar=Grammar.choice([f"tool {number}"])),
+            limit=9,
+        )
+        masking.begin(request)
+    while masking.compiling:
+        masking.ready()
+    assert masking.remembered <= 64
+    masking.drop(range(300))
+    assert masking.live == 0
+    masking.close()

@@ -56,6 +56,16 @@ class Masking:
         """Whether somebody waits for a constraint."""
         return bool(self._pending)
 
+    @property
+    def remembered(self) -> int:
+        """Constraints that are kept for whoever comes with the same."""
+        return len(self._compiled)
+
+    @property
+    def live(self) -> int:
+        """Requests with a constraint."""
+        return len(self._live)
+
     def begin(self, request: Request) -> None:
         """Compile the request's constraint; ``ready`` tells when that is done."""
         self._pending[request.id] = self._compile(request.params)

@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_LOOK_S = 1.0
+_HUNG_S = 10.0
+"""How long an engine may be given up for hung (which takes its time already) before it is ended."""
 _FORGIVEN_S = 600.0
 """An engine that has lived so long begins anew with its deaths."""
 
@@ -86,7 +89,7 @@ class SupervisedEngine:
     async def _supervise(self) -> None:
         deaths = 0
         while True:
-            why = await self._engine.died()
+            why = await self._end_of(self._engine)
             lived_s = time.time() - self.since_s
             deaths = 1 if lived_s > _FORGIVEN_S else deaths + 1
             while deaths <= self._most:
@@ -109,6 +112,21 @@ class SupervisedEngine:
                 self._dead(why)
                 self._given_up.set()
                 return
+
+    @staticmethod
+    async def _end_of(engine: AsyncEngine) -> str:
+        """Why the engine has ended, or has to: one that answers nobody for long is as good as dead."""
+        died = asyncio.ensure_future(engine.died())
+        silent = 0
+        try:
+            while not (await asyncio.wait({died}, timeout=_LOOK_S))[0]:
+                failure = engine.failure
+                silent = 0 if failure is None else silent + 1
+                if failure is not None and silent * _LOOK_S > _HUNG_S:
+                    return failure
+            return died.result()
+        finally:
+            died.cancel()
 
     def _dead(self, why: str) -> None:
         if self._why is None:

@@ -17,7 +17,7 @@ from ropeway.errors import RopewayError
 from ropeway.request import Completion, TokenLogprob
 from ropeway.server.answering import respond
 from ropeway.server.auth import caller_of
-from ropeway.server.chatting import Chat, ChoiceReaders, finish_reason, prepare_chat, read_message, text_of
+from ropeway.server.chatting import Chat, ChoiceReaders, prepare_chat, read_message, text_of
 from ropeway.server.generating import Generating
 from ropeway.server.logprobs import chat_logprobs
 from ropeway.server.options import request_options
@@ -29,8 +29,10 @@ from ropeway.server.protocol import (
     ChatCompletionRequest,
     ChatDelta,
     ChatLogprobs,
+    CompletionTokensDetails,
     ToolCall,
     ToolCallDelta,
+    UsageBody,
 )
 from ropeway.server.state import State, state_of
 from ropeway.server.streaming import DONE, error_event, event
@@ -69,11 +71,8 @@ class ChatAnswer:
     def whole(
         self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
     ) -> dict[str, Any]:
-        body = {
-            **self._frame,
-            "choices": [self._whole_choice(each) for each in completions],
-            "usage": generating.usage(),
-        }
+        usage = self._usage_of(generating, [each.token_ids for each in completions])
+        body = {**self._frame, "choices": [self._whole_choice(each) for each in completions], "usage": usage}
         return {**body, "prompt_token_ids": prompts[0]} if self._token_ids else body
 
     def _whole_choice(self, completion: Completion) -> ChatChoice:
@@ -91,7 +90,7 @@ class ChatAnswer:
                 tool_calls=calls or UNSET,
             ),
             logprobs=self._logprobs(completion.logprobs),
-            finish_reason=finish_reason(completion.finish_reason, called=bool(calls)),
+            finish_reason=self._chat.finish_reason(completion.finish_reason, called=bool(calls)),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._token_ids else UNSET,
         )
@@ -102,6 +101,7 @@ class ChatAnswer:
             frame["usage"] = None
         begun: set[int] = set()
         readers = ChoiceReaders(self._chat)
+        token_ids: dict[int, list[int]] = {}
         async with contextlib.aclosing(generating.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index not in begun:
@@ -110,18 +110,28 @@ class ChatAnswer:
                     role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
                     yield event({**frame, "choices": [role], **first})
                 parts = readers.read(delta)
+                if self._usage and self._chat.writing.reasons:
+                    token_ids.setdefault(delta.index, []).extend(delta.token_ids)
+                called = readers.called(delta.index)
+                if called and parts and delta.finish_reason is not None:
+                    # Some clients look for calls in chunks without a reason to finish, and for nothing else there.
+                    ending, delta.finish_reason = delta.finish_reason, None
+                    yield event({**frame, "choices": [self._choice(delta, parts, called=called)]})
+                    delta, parts = Delta(delta.index, "", [], None, ending, delta.stop_reason), []
                 if worth_a_chunk(delta, parts, self._token_ids):
-                    choice = self._choice(delta, parts, called=readers.called(delta.index))
-                    yield event({**frame, "choices": [choice]})
+                    yield event({**frame, "choices": [self._choice(delta, parts, called=called)]})
         if self._usage:
-            yield event({**frame, "choices": [], "usage": generating.usage()})
+            usage = self._usage_of(generating, list(token_ids.values()))
+            yield event({**frame, "choices": [], "usage": usage})
         yield DONE
 
     def broken(self, error: RopewayError) -> bytes:
         return error_event(error)
 
     def _choice(self, delta: Delta, parts: Sequence[Part], *, called: bool) -> ChatChunkChoice:
-        reason = None if delta.finish_reason is None else finish_reason(delta.finish_reason, called=called)
+        reason = None
+        if delta.finish_reason is not None:
+            reason = self._chat.finish_reason(delta.finish_reason, called=called)
         return ChatChunkChoice(
             index=delta.index,
             delta=ChatDelta(
@@ -134,6 +144,14 @@ class ChatAnswer:
             stop_reason=UNSET if reason is None else delta.stop_reason,
             token_ids=delta.token_ids if self._token_ids else UNSET,
         )
+
+    def _usage_of(self, generating: Generating, token_ids: Sequence[Sequence[int]]) -> UsageBody:
+        """With the share of the reasoning, where the model reasons."""
+        usage = generating.usage()
+        if self._chat.writing.reasons:
+            reasoning = sum(map(self._chat.reasoning_tokens, token_ids))
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning)
+        return usage
 
     def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
         return None if tokens is None or self._tokenizer is None else chat_logprobs(tokens, self._tokenizer)

@@ -7,15 +7,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ropeway.engine.client import Delta
-from ropeway.grammar import Grammar, bounded_blanks
+from ropeway.grammar import Grammar, told_plainly
 from ropeway.request import FinishReason, SamplingParams
 from ropeway.server.protocol import ChatCompletionRequest
 from ropeway.server.sampling import chat_params
 from ropeway.server.state import State
 from ropeway.server.structure import grammar_of
 from ropeway.server.tooling import ToolUse, tool_use
-from ropeway.text.answers.families import END_OF_REASONING, Writing, thinks
-from ropeway.text.answers.parts import Arguments, CallBegins, Content, Part, PartReader, Reasoning
+from ropeway.text.answers.families import BEGIN_OF_REASONING, END_OF_REASONING, Writing, thinks
+from ropeway.text.answers.parts import (
+    Arguments,
+    CallBegins,
+    Content,
+    FirstCallReader,
+    Part,
+    PartReader,
+    Reasoning,
+)
 
 _END_TOKENS = 16
 """Tokens at a prompt's end that tell whether the model reasons from there."""
@@ -30,12 +38,15 @@ class Chat:
     params: SamplingParams
     use: ToolUse
     writing: Writing
+    begin_of_reasoning: Sequence[int]
+    """Token ids of the mark; likewise."""
     end_of_reasoning: Sequence[int]
-    """Token ids of the mark."""
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many tokens of an answer with reasoning are that, the mark at its end included."""
-        size = len(self.end_of_reasoning)
+        """How many tokens of an answer are reasoning, the mark at its end included."""
+        size, begin = len(self.end_of_reasoning), len(self.begin_of_reasoning)
+        if not thinks(self.prompt_end) and list(token_ids[:begin]) != list(self.begin_of_reasoning):
+            return 0
         ends = (
             place + size
             for place in range(len(token_ids) - size + 1)
@@ -45,7 +56,12 @@ class Chat:
 
     def reader(self) -> PartReader:
         """For one choice."""
-        return self.writing.reader(self.use.names, prompt_end=self.prompt_end)
+        reader = self.writing.reader(self.use.names, prompt_end=self.prompt_end)
+        return reader if self.use.several or not self.use.tools else FirstCallReader(reader)
+
+    def finish_reason(self, reason: FinishReason, *, called: bool) -> str:
+        """OpenAI's word for it: an answer that called a tool which the request named has simply stopped."""
+        return "tool_calls" if called and not self.use.named and reason is FinishReason.STOP else reason.value
 
 
 async def prepare_chat(state: State, body: ChatCompletionRequest) -> Chat:
@@ -75,8 +91,8 @@ async def prepare_chat(state: State, body: ChatCompletionRequest) -> Chat:
         params = chat_params(
             body, state.sampling_defaults, grammar=grammar, show_special_tokens=hidden, thinking=thinks(end)
         )
-    mark = tokenizer.encode(END_OF_REASONING, add_special_tokens=False)
-    return Chat(prompt, end, params, use, state.writing, mark)
+    begin, over = (tokenizer.encode(m, add_special_tokens=False) for m in (BEGIN_OF_REASONING, END_OF_REASONING))
+    return Chat(prompt, end, params, use, state.writing, begin, over)
 
 
 def _grammar(use: ToolUse, writing: Writing, answer: Grammar | None, after: str) -> Grammar | None:
@@ -86,7 +102,7 @@ def _grammar(use: ToolUse, writing: Writing, answer: Grammar | None, after: str)
     if answer is None or not use.tools or answer.kind != "json_schema" or writing.tools is None:
         return answer
     calls = writing.tools.grammar(use.tools, several=use.several).replace("start:", "calls:", 1)
-    schema = json.dumps(bounded_blanks(json.loads(answer.text)))
+    schema = json.dumps(told_plainly(json.loads(answer.text)))
     return Grammar.lark(f"start: calls | json\njson: %json {schema}\n{calls}", after=after)
 
 
@@ -147,11 +163,6 @@ class ChoiceReaders:
     def called(self, index: int) -> bool:
         """Whether this choice has called a tool."""
         return index in self._called
-
-
-def finish_reason(reason: FinishReason, *, called: bool) -> str:
-    """OpenAI's word for it."""
-    return "tool_calls" if called and reason is FinishReason.STOP else reason.value
 
 
 def text_of(parts: Sequence[Part], kind: type[Content] | type[Reasoning]) -> str:

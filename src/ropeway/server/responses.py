@@ -278,7 +278,7 @@ class ResponseAnswer:
     ) -> dict[str, Any]:
         (completion,) = completions
         said = read_message(self._chat, completion.text)
-        reasoning = self._chat.reasoning_tokens(completion.token_ids) if said.reasoning else 0
+        reasoning = self._chat.reasoning_tokens(completion.token_ids)
         return self._response(completion.finish_reason, blocks_of(said), _usage(generating, reasoning))
 
     async def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]:
@@ -301,8 +301,7 @@ class ResponseAnswer:
             for told in self._block_events(news):
                 yield told
         kind = "response.incomplete" if reason is FinishReason.LENGTH else "response.completed"
-        reasoned = any(block.kind == "reasoning" for block in blocks.all)
-        usage = _usage(generating, self._chat.reasoning_tokens(token_ids) if reasoned else 0)
+        usage = _usage(generating, self._chat.reasoning_tokens(token_ids))
         yield self._event(kind, response=self._response(reason, blocks.all, usage))
 
     def broken(self, error: RopewayError) -> bytes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from ropeway.errors import InvalidRequest
 from ropeway.grammar import Grammar
-from ropeway.server.protocol import GenerationRequest, ResponseFormat
+from ropeway.server.protocol import GenerationRequest, ResponseFormat, StructuredOutputs
 
 
 def grammar_of(request: GenerationRequest, *, after: str = "") -> Grammar | None:
@@ -26,41 +28,32 @@ def grammar_of(request: GenerationRequest, *, after: str = "") -> Grammar | None
 
 
 def _wishes(request: GenerationRequest, after: str) -> dict[str, Callable[[], Grammar]]:
-    wishes: dict[str, Callable[[], Grammar]] = {}
-    form = request.response_format
-    if form is not None and form.type != "text":
-        wishes["response_format"] = lambda: _of_response_format(form, after)
-    others = request.structured_outputs
-    for field, schema in (
-        ("guided_json", request.guided_json),
-        ("structured_outputs.json", others and others.json),
-    ):
-        if schema is not None:
-            wishes[field] = lambda schema=schema: Grammar.json_schema(schema, after=after)  # type: ignore[misc]
-    for field, pattern in (
-        ("guided_regex", request.guided_regex),
-        ("structured_outputs.regex", others and others.regex),
-    ):
-        if pattern is not None:
-            wishes[field] = lambda pattern=pattern: Grammar.regex(pattern, after=after)  # type: ignore[misc]
-    for field, options in (
-        ("guided_choice", request.guided_choice),
-        ("structured_outputs.choice", others and others.choice),
-    ):
-        if options is not None:
-            wishes[field] = lambda options=options: Grammar.choice(options, after=after)  # type: ignore[misc]
-    for field, rules in (
-        ("guided_grammar", request.guided_grammar),
-        ("structured_outputs.grammar", others and others.grammar),
-    ):
-        if rules is not None:
-            wishes[field] = lambda rules=rules: Grammar.lark(rules, after=after)  # type: ignore[misc]
-    if others is not None and others.json_object:
-        wishes["structured_outputs.json_object"] = lambda: Grammar.json_object(after=after)
-    return wishes
+    """By the field that says it."""
+    others = request.structured_outputs or StructuredOutputs()
+    ways: tuple[tuple[str, Any, Callable[..., Grammar]], ...] = (
+        ("response_format", _unless_text(request.response_format), _of_response_format),
+        ("guided_json", request.guided_json, Grammar.json_schema),
+        ("guided_regex", request.guided_regex, Grammar.regex),
+        ("guided_choice", request.guided_choice, Grammar.choice),
+        ("guided_grammar", request.guided_grammar, Grammar.lark),
+        ("structured_outputs.json", others.json, Grammar.json_schema),
+        ("structured_outputs.regex", others.regex, Grammar.regex),
+        ("structured_outputs.choice", others.choice, Grammar.choice),
+        ("structured_outputs.grammar", others.grammar, Grammar.lark),
+        ("structured_outputs.json_object", others.json_object or None, _any_object),
+    )
+    return {field: partial(make, value, after=after) for field, value, make in ways if value is not None}
 
 
-def _of_response_format(form: ResponseFormat, after: str) -> Grammar:
+def _any_object(_: bool, *, after: str) -> Grammar:
+    return Grammar.json_object(after=after)
+
+
+def _unless_text(form: ResponseFormat | None) -> ResponseFormat | None:
+    return None if form is None or form.type == "text" else form
+
+
+def _of_response_format(form: ResponseFormat, *, after: str) -> Grammar:
     if form.type == "json_object":
         return Grammar.json_object(after=after)
     if form.type != "json_schema":

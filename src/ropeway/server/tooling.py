@@ -30,7 +30,10 @@ class ToolUse:
     shown: Sequence[Mapping[str, Any]] = ()
     """What the chat template is given."""
     forced: bool = False
+    named: bool = False
+    """Whether the request names the one that is to be called."""
     several: bool = True
+    """Whether one answer may call more than once."""
 
     @property
     def names(self) -> list[str]:
@@ -87,7 +90,7 @@ def tool_use(request: ChatCompletionRequest, writing: Writing) -> ToolUse:
                 f"{', '.join(tool.name for tool in tools)}",
                 param="tool_choice",
             )
-        return ToolUse(chosen, _shown(request.tools), forced=True, several=False)
+        return ToolUse(chosen, _shown(request.tools), forced=True, named=True, several=False)
     if choice not in (None, "auto", "required"):
         raise InvalidRequest(
             f"tool_choice is {choice!r:.40}; it must be none, auto, required or one of the tools", param="tool_choice"

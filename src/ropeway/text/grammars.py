@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from ropeway.errors import InvalidRequest
-from ropeway.grammar import Grammar, bounded_blanks
+from ropeway.grammar import Grammar, told_plainly
 from ropeway.text.tokenizer import Tokenizer
 
 _NO_TEXT = "NoExtensionBias"
@@ -107,14 +107,14 @@ class _Vocabulary:
 def _source(grammar: Grammar) -> str:
     """A grammar as the library reads it."""
     if grammar.kind == "json_schema":
-        answer: dict[str, Any] = {"json_schema": bounded_blanks(json.loads(grammar.text))}
+        answer: dict[str, Any] = {"json_schema": told_plainly(json.loads(grammar.text))}
     elif grammar.kind == "regex":
         answer = {"lark_grammar": f"start: /{regex_to_lark(grammar.text, '')}/"}
     else:
         answer = {"lark_grammar": any_to_lark(grammar.text)}
     if not grammar.after:
         return json.dumps({"grammars": [answer]})
-    before = f"start: before /\\s*/ @answer\nbefore[suffix={json.dumps(grammar.after)}]: /(.|\\n)*/"
+    before = f"start: before /[ \\n]{{0,4}}/ @answer\nbefore[suffix={json.dumps(grammar.after)}]: /(.|\\n)*/"
     return json.dumps({"grammars": [{"lark_grammar": before}, {"name": "answer", **answer}]})
 
 

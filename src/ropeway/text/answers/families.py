@@ -14,7 +14,7 @@ from ropeway.text.tokenizer import Tokenizer
 TOOL_FORMATS = ("auto", "none", "hermes", "llama3_json", "deepseek")
 REASONING_FORMATS = ("auto", "none", "think")
 END_OF_REASONING = "</think>"
-_BEGIN = "<think>"
+BEGIN_OF_REASONING = "<think>"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Writing:
         content = self.tools.reader(names) if self.tools is not None and names else PlainReader()
         if not self.reasons:
             return content
-        return ReasoningReader(_BEGIN, END_OF_REASONING, content, inside=thinks(prompt_end))
+        return ReasoningReader(BEGIN_OF_REASONING, END_OF_REASONING, content, inside=thinks(prompt_end))
 
     def answers_after(self, prompt_end: str) -> str:
         """What ends the reasoning before the answer; empty where there is none."""
@@ -41,7 +41,7 @@ class Writing:
 
 def thinks(prompt_end: str) -> bool:
     """Whether a prompt ends with the mark that begins the reasoning."""
-    return prompt_end.rstrip().endswith(_BEGIN)
+    return prompt_end.rstrip().endswith(BEGIN_OF_REASONING)
 
 
 def writing_of(tokenizer: Tokenizer | None, tools: str = "auto", reasoning: str = "auto") -> Writing:

@@ -60,6 +60,23 @@ class PlainReader:
         return []
 
 
+class FirstCallReader:
+    """As another reader, but for calls after the first."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+
+    def push(self, text: str) -> list[Part]:
+        return self._first(self._reader.push(text))
+
+    def finish(self) -> list[Part]:
+        return self._first(self._reader.finish())
+
+    @staticmethod
+    def _first(parts: list[Part]) -> list[Part]:
+        return [part for part in parts if not (isinstance(part, CallBegins | Arguments) and part.index > 0)]
+
+
 def split_at(text: str, words: Iterable[str]) -> tuple[str, str | None, str]:
     """(what comes before the first of some words, that word, what comes after it). Where none is found: (what cannot be
     the beginning of one, None, the rest)."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ropeway.grammar import bounded_blanks
+from ropeway.grammar import told_plainly
 from ropeway.text.answers.json_object import ObjectReader
 from ropeway.text.answers.parts import Arguments, CallBegins, Content, Part, PartReader, split_at
 
@@ -117,7 +117,7 @@ def _grammar(tools: Sequence[Tool], around: Any, *, between: str | None, begin: 
     for index, tool in enumerate(tools):
         before, after = around(json.dumps(tool.name))
         rules.append(f"call_{index}: {_literal(before)} arguments_{index} {_literal(after)}")
-        rules.append(f"arguments_{index}: %json {json.dumps(bounded_blanks(tool.schema))}")
+        rules.append(f"arguments_{index}: %json {json.dumps(told_plainly(tool.schema))}")
     return "\n".join(rules)
 
 
