@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,10 +65,13 @@ def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mappin
     app = _bare_app("Ropeway")
     app.state.ropeway = State(engine, config, sampling_defaults or {})
     for path, handler, body in _POSTS:
-        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=_body_schema(body))
+        described = _body_schema(body, app.state.ropeway.model_names)
+        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=described)
     for path, handler in _GETS:
         _add_get(app, path, handler)
-    app.add_api_route("/v1/requests/{request_id:path}", routes.cancel, methods=["DELETE"], response_model=None)
+    request = "/v1/requests/{request_id:path}"
+    extra = _path_parameters(request)
+    app.add_api_route(request, routes.cancel, methods=["DELETE"], response_model=None, openapi_extra=extra)
     # Added last is outermost.
     state: State = app.state.ropeway
     app.add_middleware(Doorkeeper, door=state.door)
@@ -129,7 +133,8 @@ def create_management_app() -> FastAPI:
 
 def _add_get(app: FastAPI, path: str, handler: Callable[[Request], Awaitable[Response]]) -> None:
     """Load balancers probe with HEAD."""
-    app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    extra = _path_parameters(path)
+    app.add_api_route(path, handler, methods=["GET"], response_model=None, openapi_extra=extra)
     app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
@@ -144,8 +149,14 @@ def _bare_app(title: str) -> FastAPI:
     return app
 
 
-def _body_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
-    """OpenAPI's description of a JSON body, written out in place."""
+def _path_parameters(path: str) -> dict[str, Any]:
+    """OpenAPI's description of what stands in braces."""
+    names = re.findall(r"\{(\w+)", path)
+    return {"parameters": [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]}
+
+
+def _body_schema(body: type[msgspec.Struct], model_names: Sequence[str]) -> dict[str, Any]:
+    """OpenAPI's description of a JSON body, written out in place, with the models that are served."""
     (schema,), components = msgspec.json.schema_components([body], ref_template="{name}")
 
     def inline(node: Any) -> Any:
@@ -153,4 +164,8 @@ def _body_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
             return inline(components[node["$ref"]]) if "$ref" in node else {k: inline(v) for k, v in node.items()}
         return [inline(item) for item in node] if isinstance(node, list) else node
 
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}
+    described = inline(schema)
+    if "model" in described.get("properties", {}):
+        required = "model" in described.get("required", [])
+        described["properties"]["model"] = {"enum": [*model_names, *([] if required else [None])]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
