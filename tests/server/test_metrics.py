@@ -241,11 +241,12 @@ def test_what_the_engine_says_of_tiers_memory_and_disk_is_shown(served: Served, 
         "engine_warnings": 1,
     }
     assert {name: values[f"ropeway_{name}"] for name in expected} == expected
+    del health["since"]
     assert health == {"status": "ok", "disk_failure": "the folder is read-only"}
 
 
 def test_what_was_configured_and_cannot_be_had_is_told_by_health_and_metrics() -> None:
     warning = "there is no swap_space: 400 GiB asked, 3 GiB available"
     with serving(ScriptedEngine(warnings=[warning])) as served, httpx.Client(base_url=served.url) as http:
-        assert http.get("/health").json() == {"status": "ok", "warnings": [warning]}
+        assert http.get("/health").json()["warnings"] == [warning]
         assert scrape(http)["ropeway_engine_warnings"] == 1

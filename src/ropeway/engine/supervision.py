@@ -33,7 +33,8 @@ class SupervisedEngine:
         minutes, the next one is final."""
         self.restarts = 0
         self.since_s = time.time()
-        """When it last came to life, or died."""
+        """When it last came to life, or died, by the wall's clock."""
+        self._born_s = time.monotonic()
         self._engine = engine
         self._start = start
         self._most = most_restarts
@@ -90,7 +91,7 @@ class SupervisedEngine:
         deaths = 0
         while True:
             why = await self._end_of(self._engine)
-            lived_s = time.time() - self.since_s
+            lived_s = time.monotonic() - self._born_s
             deaths = 1 if lived_s > _FORGIVEN_S else deaths + 1
             while deaths <= self._most:
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (deaths - 1), _LONGEST_PAUSE_S)
@@ -105,7 +106,7 @@ class SupervisedEngine:
                     deaths += 1
                     continue
                 self.restarts += 1
-                self._why, self.since_s = None, time.time()
+                self._why, self.since_s, self._born_s = None, time.time(), time.monotonic()
                 log.warning("the engine lives again, after %d restarts in all", self.restarts)
                 break
             else:
@@ -132,3 +133,13 @@ class SupervisedEngine:
         if self._why is None:
             self.since_s = time.time()
         self._why = why
+
+
+def since_of(engine: AsyncEngine, otherwise_s: float) -> float:
+    """When an engine came to life, by the wall's clock, if anybody keeps that."""
+    return engine.since_s if isinstance(engine, SupervisedEngine) else otherwise_s
+
+
+def restarts_of(engine: AsyncEngine) -> int:
+    """How often it was started again, if anybody does that."""
+    return engine.restarts if isinstance(engine, SupervisedEngine) else 0

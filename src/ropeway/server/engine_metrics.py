@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from ropeway.engine.client import AsyncEngine
 from ropeway.engine.messages import Stats, TierStats
-from ropeway.engine.supervision import SupervisedEngine
+from ropeway.engine.supervision import restarts_of
 
 _NO_WASTE = dict.fromkeys(("end_token", "stop_string", "disconnect", "cancel"), 0)
 _NO_REFUSALS = dict.fromkeys(("shed", "queue_full", "queue_timeout", "deadline_exceeded"), 0)
@@ -124,11 +124,6 @@ class EngineCollector(Collector):
         highest = max(value, self._highest.get(series, 0))
         self._highest[series] = highest
         return highest
-
-
-def restarts_of(engine: AsyncEngine) -> int:
-    """How often it was started again, if anybody does that."""
-    return engine.restarts if isinstance(engine, SupervisedEngine) else 0
 
 
 def _counters_of(stats: Stats) -> Stats:

@@ -371,6 +371,8 @@ class RequestTiming(msgspec.Struct, kw_only=True):
 
 class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
     status: str
+    since: int = 0
+    """When the engine came to life, in seconds since 1970."""
     warnings: list[str] = []
     """What was configured and cannot be had; the server serves without it."""
     disk_failure: str | None = None

@@ -6,6 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ropeway.engine.supervision import since_of
 from ropeway.errors import EngineDead, InvalidRequest, ModelNotFound
 from ropeway.server.auth import caller_of
 from ropeway.server.errors import RequestNotFound
@@ -114,8 +115,9 @@ def health_of(state: State, *, details: bool) -> Response:
         raise EngineDead(failure)
     if not details:
         return json_response(Health(status="ok"))
+    since = int(since_of(state.engine, state.created))
     warnings, disk_failure = state.engine.info.warnings, state.engine.stats.disk_failure
-    return json_response(Health(status="ok", warnings=warnings, disk_failure=disk_failure))
+    return json_response(Health(status="ok", since=since, warnings=warnings, disk_failure=disk_failure))
 
 
 async def explain(request: Request) -> Response:

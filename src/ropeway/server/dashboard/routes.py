@@ -15,9 +15,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from ropeway.engine.supervision import restarts_of
 from ropeway.errors import Forbidden, InvalidRequest
 from ropeway.server.auth import caller_of
-from ropeway.server.engine_metrics import restarts_of
 from ropeway.server.errors import RequestNotFound
 from ropeway.server.state import State, state_of
 from ropeway.server.streaming import json_response
