@@ -34,7 +34,7 @@ def _main(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Compare latencies of probes, and gaps of a stream, in both cases."""
-    with reported_to(json_file) as report, running(model, "--max-num-seqs", "8", "--max-model-len", "2048") as server:
+    with reported_to(json_file) as report, running(model, "--max-num-seqs", "8", "--max-model-len", "8192") as server:
         figures = asyncio.run(_measure(server, prompts))
         report.update({"model": model, "characters": _CHARACTERS, "prompts": prompts, **figures})
     for name, each in figures.items():

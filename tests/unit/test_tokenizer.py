@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -343,3 +344,31 @@ def test_a_thousand_control_tokens_that_begin_alike_cost_no_more_than_a_few() ->
     start = time.perf_counter()
     spellings.mark("[" * 200_000, Marks())
     assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize("spelled", ["", "<|im_end|>"])
+def test_a_long_text_does_not_keep_other_threads_waiting(spelled: str) -> None:
+    """Tokenizing it takes longer than that, and most of it outside of Python's lock; also where a control token is
+    spelled in it."""
+    tokenizer = Tokenizer(byte_level(400), eos_ids=[2], chat_templates={"default": CHATML})
+    text = "The line keeps moving while cabins get on and off; naïve café. " * 6000 + spelled
+    longest = [0.0]
+    over = threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not over.is_set():
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            longest[0] = max(longest[0], now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+    took_s = time.perf_counter() - began
+    over.set()
+    watcher.join()
+    assert len(ids) > 50_000
+    assert longest[0] < max(0.05, took_s / 3), f"{longest[0]:.3f} s of {took_s:.3f} s"

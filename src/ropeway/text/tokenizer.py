@@ -103,7 +103,7 @@ class Tokenizer:
         backend = self.backend
         if not parse_special and self._spellings.found_in(text):
             backend = self._plain_backend()
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return _ids(backend, text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -132,7 +132,7 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         text, written = marks.remove(text)
         _check_text(text)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self.special_ids and _overlaps(written, start, end):
@@ -144,14 +144,14 @@ class Tokenizer:
     def _encode_as_text(self, text: str) -> list[int]:
         """Ids of ``text`` without any special token."""
         plain = self._plain_backend()
-        ids: list[int] = plain.encode(text, add_special_tokens=False).ids
+        ids = _ids(plain, text, add_special_tokens=False)
         if self.special_ids.isdisjoint(ids):
             return ids
         # Some vocabularies hold their control tokens as pieces that the model itself can produce.
         return [
             token
             for character in text
-            for token in plain.encode(character, add_special_tokens=False).ids
+            for token in _ids(plain, character, add_special_tokens=False)
             if token not in self.special_ids
         ]
 
@@ -272,6 +272,13 @@ class Tokenizer:
         if self.piece_decoder is None:
             return self.backend.decode([token_id], skip_special_tokens=False).encode()
         return self.piece_decoder.piece(token)
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids. The library lets go of Python's lock for batches only, and a long text takes a while."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _check_text(text: str) -> None:
