@@ -194,6 +194,9 @@ class ServerConfig:
     """How often a dead engine is started again within ten minutes; 0: the server ends with it."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
+    sampling_defaults: str | None = None
+    """Sampling fields for requests that leave them out, as JSON ({"temperature": 0.7, "presence_penalty": 1}); they go
+    before what the model recommends."""
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "deepseek"] = "auto"
     """How the model writes tool calls; auto: as its chat template tells."""
     reasoning_parser: Literal["auto", "none", "think"] = "auto"

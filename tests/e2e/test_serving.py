@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import LIVE
-from tests.support.chat_model import CONTEXT
+from tests.support.chat_model import CONTEXT, tiny_chat_model
 from tests.support.server_process import ServerProcess
 
 QUESTION = [{"role": "user", "content": "Where does the line go?"}]
@@ -229,3 +230,24 @@ def test_a_trace_of_a_running_server_shows_the_requests_that_it_served(
     assert sum(event["name"].startswith("request ") for event in events) == 1
     assert not [e for e in httpx.post(f"{management}/v1/trace/stop").json()["traceEvents"] if e["ph"] == "X"]
     assert httpx.post(f"{server.url}/v1/trace/start").status_code == 404  # the management listener's alone
+
+
+@pytest.mark.report("vllm-project/vllm#50767")
+def test_sampling_fields_that_requests_leave_out_are_those_of_the_setting() -> None:
+    """Penalties too; a request's own go before them, and a name that is none is told at start."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def ids(server: ServerProcess, **fields: float) -> list[int]:
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, **fields}, timeout=60)
+        return answer.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+
+    setting = json.dumps({"presence_penalty": 2, "frequency_penalty": 2})
+    with ServerProcess(tiny_chat_model(), "--sampling-defaults", setting) as server:
+        by_default, own = ids(server), ids(server, presence_penalty=0, frequency_penalty=0)
+        assert ids(server, presence_penalty=2, frequency_penalty=2) == by_default != own
+        assert len(set(by_default)) > len(set(own))
+    for wrong in ('{"presence_penality": 1}', '{"temperature": -1}', "[]", "{"):
+        server = ServerProcess(tiny_chat_model(), "--sampling-defaults", wrong).start()
+        assert server.process.wait(30) != 0
+        assert "sampling_defaults" in server.log()
+        server.end()

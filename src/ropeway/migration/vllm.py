@@ -133,6 +133,7 @@ _SAME: dict[str, tuple[str, Callable[[str], Any]]] = {
     "ssl-certfile": ("tls_cert", str),
     "ssl-keyfile": ("tls_key", str),
     "allowed-origins": ("cors_origins", _origins),
+    "override-generation-config": ("sampling_defaults", str),
     "tool-call-parser": (
         "tool_call_parser",
         _one_of(

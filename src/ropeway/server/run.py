@@ -29,7 +29,7 @@ from ropeway.engine.supervision import SupervisedEngine
 from ropeway.errors import ConfigError, Draining
 from ropeway.server.app import create_app, create_management_app
 from ropeway.server.listening import Certificate, Listener, bind
-from ropeway.server.sampling import read_defaults
+from ropeway.server.sampling import given_defaults, read_defaults
 from ropeway.server.state import State
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ async def serve(config: Config, start_engine: StartEngine, restart: StartEngine 
     died; None: the server ends with it."""
     signals = _Signals()
     certificate = _certificate(config.server)
+    given_defaults(config.server.sampling_defaults)  # what is wrong with them is told before anything is loaded
     with contextlib.ExitStack() as stack:
         api_socket, management_socket = _bind_both(config.server, stack)
         stack.enter_context(signals.caught())
@@ -202,7 +203,7 @@ def _sampling_defaults(config: Config) -> dict[str, float]:
     if defaults:
         listed = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("where a request does not say otherwise, the model's generation_config.json does: %s", listed)
-    return defaults
+    return defaults | given_defaults(config.server.sampling_defaults)
 
 
 def _announce(state: State, api_socket: socket.socket) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ropeway.errors import InvalidRequest
+from ropeway.errors import ConfigError, InvalidRequest
 from ropeway.grammar import Grammar
 from ropeway.request import SamplingParams
 from ropeway.server.limits import MAX_LOGIT_BIAS
@@ -23,6 +23,7 @@ _FROM_REQUEST = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
 )
+_DEFAULTS = (*_FROM_MODEL, "presence_penalty", "frequency_penalty")
 _COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
 
@@ -48,6 +49,28 @@ def read_defaults(model: Path) -> dict[str, float]:
         else:
             defaults[name] = value
     return defaults
+
+
+def given_defaults(text: str | None) -> dict[str, float]:
+    """The setting ``sampling_defaults``. Raises ``ConfigError`` naming what is wrong with it."""
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"sampling_defaults is no JSON: {error}", param="sampling_defaults") from error
+    if not isinstance(content, dict):
+        raise ConfigError("sampling_defaults must be a JSON object", param="sampling_defaults")
+    for name, value in content.items():
+        if name not in _DEFAULTS:
+            raise ConfigError(
+                f"sampling_defaults has {name!r:.40}; it may have {', '.join(_DEFAULTS)}", param="sampling_defaults"
+            )
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequest as error:
+            raise ConfigError(f"sampling_defaults: {error.message}", param="sampling_defaults") from error
+    return content
 
 
 def chat_params(
