@@ -191,7 +191,8 @@ class ServerConfig:
     read_timeout_s: float = 60.0
     """How long a stream waits for a client that does not read; then its request is cancelled."""
     engine_restarts: int = 5
-    """How often a dead engine is started again within ten minutes; 0: the server ends with it."""
+    """How often in a row a dead engine is started again, ten minutes of life beginning a new row; 0: the server ends
+    with it."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
     sampling_defaults: str | None = None

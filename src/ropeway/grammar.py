@@ -27,7 +27,7 @@ MAX_CHOICES = 1024
 _BLANKS = r"[ \n\r\t]{1,20}"
 """Between the parts of JSON, once at each place: a small model may like blanks so much that it never goes on."""
 _ESCAPES = 'nrbtf\\"'
-_LONG_LITERAL = re.compile(r'[^()\[\]{}|*+?.\\^$":\n]{' + f"{MAX_LITERAL + 1},}}")
+_LITERALS = re.compile(r'[^()\[\]{}|*+?.\\^$":\n]+')
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -50,7 +50,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidRequest(f"the {self.noun} is empty", param="grammar")
         if self.kind != "json_schema" and _open_brackets(self.text) > MAX_BRACKETS:
             raise InvalidRequest(f"the {self.noun} has more than {MAX_BRACKETS} brackets in brackets", param="grammar")
-        if self.kind != "json_schema" and _LONG_LITERAL.search(self.text):
+        if self.kind != "json_schema" and _spells_out_too_much(self.text):
             raise InvalidRequest(
                 f"the {self.noun} prescribes more than {MAX_LITERAL} characters at a stretch", param="grammar"
             )
@@ -113,6 +113,10 @@ def told_plainly(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema for the compiler: with few blanks between the parts of its JSON, and with characters as they are, not as
     ``\\u4e2d``."""
     return {**schema, "x-guidance": {"whitespace_pattern": _BLANKS, "json_allowed_escapes": _ESCAPES}}
+
+
+def _spells_out_too_much(text: str) -> bool:
+    return any(match.end() - match.start() > MAX_LITERAL for match in _LITERALS.finditer(text))
 
 
 def _open_brackets(text: str) -> int:

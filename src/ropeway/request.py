@@ -161,6 +161,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     "can be",
                     param="allowed_token_ids",
                 )
+            if self.n * len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+                raise InvalidRequest(
+                    f"allowed_token_ids times n are {self.n * len(self.allowed_token_ids)}; the limit is "
+                    f"{MAX_ALLOWED_TOKEN_IDS}",
+                    param="allowed_token_ids",
+                )
             for token in self.allowed_token_ids:
                 _whole("allowed_token_ids", token, 0, 2**31 - 1)
         if self.thinking_budget is not None:

@@ -248,9 +248,16 @@ def test_https_with_a_certificate_that_changes(tmp_path: Path) -> None:
         while name_of(server.port) != "CN=second":
             assert time.monotonic() < deadline
             time.sleep(0.3)
-        chain.write_text("nonsense")
+        (tmp_path / "other").mkdir()
+        other, other_key = make_certificate(tmp_path / "other", "third")
+        chain.write_bytes(other.read_bytes())  # its key comes later
         time.sleep(6)
-        assert name_of(server.port) == "CN=second"  # the last good one stays
+        assert name_of(server.port) == "CN=second"  # the last good pair stays
+        key.write_bytes(other_key.read_bytes())
+        deadline = time.monotonic() + 20
+        while name_of(server.port) != "CN=third":
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
 
 
 def test_a_certificate_that_is_none_is_named_at_start(tmp_path: Path) -> None:

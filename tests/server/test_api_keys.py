@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from ropeway.errors import ConfigError
+from ropeway.outcome import Refusal
 from ropeway.server.keys import Allowance, KeyRing, digest_of, new_key, read_keys
 from ropeway.tiers import DEFAULT_TIERS
 from tests.server.asking import CHAT, chat_body, check_error
@@ -86,15 +87,19 @@ def test_a_key_has_its_tenant_and_its_cache(keyed: Served) -> None:
         salts[name] = options.cache_salt
         assert options.tenant == {"alice": "a"}.get(name, name)
     assert salts["alice"] != salts["bob"]
-    assert salts["dave"] == "s"  # it may share
+    assert salts["dave"] == "shared:s"
 
 
-def test_tenants_cannot_spell_each_others_salt(keyed: Served) -> None:
-    ask(keyed, "bob")
-    bobs = keyed.engine.submitted[-1][2].cache_salt
-    for tried in (bobs, "3:bob:", None):
-        ask(keyed, "alice", cache_salt=tried)
-        assert keyed.engine.submitted[-1][2].cache_salt != bobs
+def test_tenants_cannot_spell_each_others_salt(tmp_path: Path) -> None:
+    """Nor can a key that may share spell a tenant's."""
+    file = write(tmp_path / "keys.toml", FILE.replace("tokens_per_minute = 10\n", ""))
+    with serving(ScriptedEngine(tokenizer=scripted_tokenizer()), api_keys=str(file)) as served:
+        ask(served, "bob")
+        bobs = served.engine.submitted[-1][2].cache_salt
+        for name in ("alice", "dave"):
+            for tried in (bobs, "3:bob:", "tenant:3:bob:", None):
+                ask(served, name, cache_salt=tried)
+                assert served.engine.submitted[-1][2].cache_salt != bobs
 
 
 def test_a_key_gets_its_tier_and_none_above(keyed: Served) -> None:
@@ -130,6 +135,14 @@ def test_a_key_has_only_so_many_requests_a_minute(keyed: Served) -> None:
 def test_tokens_are_counted_when_they_are_there(keyed: Served) -> None:
     assert ask(keyed, "dave").status_code == 200  # more than ten tokens: overdrawn from now on
     check_error(ask(keyed, "dave"), 429, "10 tokens a minute")
+
+
+def test_what_is_refused_is_not_charged(keyed: Served) -> None:
+    keyed.engine.refusal = Refusal("Shed", "too busy")
+    for _ in range(3):
+        assert ask(keyed, "dave").status_code == 429
+    keyed.engine.refusal = None
+    assert ask(keyed, "dave").status_code == 200
 
 
 def test_allowances_come_back_with_time() -> None:

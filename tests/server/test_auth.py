@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -82,3 +83,16 @@ def test_the_openai_client_raises_an_authentication_error(guarded: Served) -> No
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
+def test_what_a_browser_sends_for_other_pages_is_refused_where_no_key_is_needed(served: Served, origin: str) -> None:
+    """A page may send a text/plain request anywhere; reading the answer is not what it needs."""
+    body = json.dumps(completion_body()).encode()
+    headers = {"origin": origin, "content-type": "text/plain"}
+    answer = httpx.post(f"{served.url}/v1/completions", content=body, headers=headers)
+    assert check_error(answer, 403, origin, "--cors-origins")["code"] == "origin_not_allowed"
+    assert not served.engine.submitted
+    own = {"origin": served.url, "content-type": "text/plain"}
+    assert httpx.post(f"{served.url}/v1/completions", content=body, headers=own).status_code == 200
+    assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 200

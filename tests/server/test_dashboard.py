@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -66,6 +67,12 @@ def test_a_timeline_is_recorded_for_a_while(http: httpx.Client) -> None:
         check_error(http.get("/dashboard/timeline", params={"seconds": wrong}), 400, "seconds", param="seconds")
 
 
+def test_one_trace_is_recorded_at_a_time(http: httpx.Client) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        codes = list(pool.map(lambda _: http.get("/dashboard/timeline", params={"seconds": 0.5}).status_code, range(2)))
+    assert sorted(codes) == [200, 409]
+
+
 def test_only_admins_see_everybodys_requests(tmp_path: Path) -> None:
     file = write(tmp_path / "keys.toml")
     with serving(ScriptedEngine(tokenizer=scripted_tokenizer()), api_keys=str(file)) as served:
@@ -74,6 +81,10 @@ def test_only_admins_see_everybodys_requests(tmp_path: Path) -> None:
         check_error(httpx.get(f"{served.url}/dashboard/now", headers=header("alice")), 403, "admin")
         check_error(httpx.get(f"{served.url}/dashboard/timeline", headers=header("alice")), 403, "admin")
         assert httpx.get(f"{served.url}/dashboard/now", headers=header("root")).status_code == 200
+        answer = httpx.post(served.url + CHAT, json=chat_body(), headers=header("alice"), timeout=20).json()
+        story = f"{served.url}/dashboard/requests/{answer['id']}"
+        assert httpx.get(story, headers=header("root")).json()["id"] == answer["id"]
+        check_error(httpx.get(story, headers=header("alice")), 403, "admin")
 
 
 def test_quantiles_between_two_looks() -> None:

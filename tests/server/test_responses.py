@@ -148,6 +148,7 @@ def test_a_failure_on_the_way_is_an_event(qwen: Served) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"background": True}, "background", "not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "stores no prompts"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"tools": [{"type": "function"}]}, "tools", "name is required"),
@@ -155,6 +156,9 @@ def test_a_failure_on_the_way_is_an_event(qwen: Served) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
         ({"input": [{"role": "user", "content": 7}]}, "input", "input[0].content"),
         ({"input": 7}, "input", ""),
+        ({"input": [{"type": "reasoning", "content": 1}]}, "input", "input[0].content"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"top_logprobs": 3}, "top_logprobs", "not supported"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "grammar"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -65,6 +66,8 @@ def test_every_way_to_say_it_comes_to_a_grammar(
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "leave one out"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, None, "leave one out"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured output"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"n": 64, "allowed_token_ids": [5] * 5000}, "allowed_token_ids", "times n"),
         ({"bad_words": [""]}, "bad_words", "characters"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "from 1"),
         ({"allowed_token_ids": [400]}, "allowed_token_ids", "400"),
@@ -82,6 +85,14 @@ def test_words_and_tokens_reach_the_engine(served: Served, http: httpx.Client) -
     params = served.engine.submitted[-1][1]
     assert params.bad_words == ("x",)
     assert params.allowed_token_ids == (5, 6)
+
+
+def test_a_hostile_grammar_is_looked_at_in_no_time(http: httpx.Client) -> None:
+    """Its text is checked where requests come in, once per choice."""
+    began = time.perf_counter()
+    body = chat_body(n=4, guided_regex=("x" * 4096 + "\n") * 31)
+    assert http.post(CHAT, json=body).status_code == 200
+    assert time.perf_counter() - began < 0.5
 
 
 def test_echo_begins_with_the_prompt(served: Served, http: httpx.Client) -> None:

@@ -305,6 +305,12 @@ def test_a_model_can_be_told_of_tools_all_the_same() -> None:
 _HI = [{"role": "user", "content": "Hi"}]
 
 
+def test_other_ways_need_a_template_that_tells_of_tools() -> None:
+    with serving(ScriptedEngine(tokenizer=scripted_tokenizer()), tool_call_parser="llama3_json") as served:
+        response = httpx.post(served.url + CHAT, json=chat_body(tools=[ADD]), timeout=20)
+        check_error(response, 400, "knows no tools", param="tools")
+
+
 def test_tokenize_counts_tools(qwen: Served) -> None:
     plain = httpx.post(f"{qwen.url}/tokenize", json={"messages": _HI}).json()["count"]
     assert httpx.post(f"{qwen.url}/tokenize", json={"messages": _HI, "tools": [WEATHER]}).json()["count"] > plain

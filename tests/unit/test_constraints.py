@@ -66,6 +66,7 @@ SCHEMA: dict[str, Any] = {
         (Grammar.choice(["yes", "no", 'may"be\n']), ["yes", 'may"be\n'], ["y", "yesno", "maybe"]),
         (Grammar.lark('start: "a" b+\nb: "b" | "c"'), ["ab", "abcb"], ["a", "b"]),
         (Grammar.lark('root ::= "x" [0-9]+'), ["x1", "x42"], ["x", "1"]),
+        (Grammar.lark('root ::= start\nstart ::= "x"'), ["x"], ["y"]),
         (Grammar.choice(["yes"], after="</think>"), ["hm\n</think>\n\nyes", "</think>yes"], ["yes", "</think>no"]),
         (Grammar.json_object(after="</think>"), ["a</think>{}"], ["{}", "</think>a"]),
         (Grammar.regex("[0-9]+", after="</think>"), ["a</think> 12"], ["12", "</think>x"]),

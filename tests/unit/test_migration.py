@@ -232,6 +232,7 @@ def test_vllms_arguments_become_ours() -> None:
         ("--enable-prefix-caching some/model", {"prefix_cache": True, "model": "some/model"}),
         ("--model x --kv-cache-dtype auto", {"model": "x", "kv_dtype": "auto"}),
         ("serve x", {"model": "x"}),
+        ("--port 8100 some/model", {"port": 8100, "model": "some/model"}),
         ("", {}),
     ],
 )

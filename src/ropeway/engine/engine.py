@@ -107,12 +107,12 @@ class Engine:
 
     def step(self, ahead: int) -> None:
         """Plan and start one step, and settle those before it down to ``ahead`` in flight."""
+        if self.masking is not None:
+            self._follow_constraints(self.masking, self.clock())  # first: a step in flight may hold a row that failed
         if not ahead:
             self._settle(keep=0)
         began = self.clock()
         self._tell(self.scheduler.expire(began))
-        if self.masking is not None:
-            self._follow_constraints(self.masking, began)
         plan = self.scheduler.plan(began)
         planned = self.clock()
         work = self.executor.forward(plan) if plan else None

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ropeway.engine.client import AsyncEngine, Generation, RequestOptions
 from ropeway.engine.messages import EngineInfo, Inspected, Stats
-from ropeway.errors import EngineDead, RopewayError
+from ropeway.errors import EngineDead
 from ropeway.request import SamplingParams
 from ropeway.text.tokenizer import Tokenizer
 
@@ -20,7 +20,9 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _LOOK_S = 1.0
 _HUNG_S = 10.0
-"""How long an engine may be given up for hung (which takes its time already) before it is ended."""
+"""How long an idle engine may be silent, after its client has called it that, before it is ended."""
+_BUSY_HUNG_S = 240.0
+"""The same of a busy one: a long prompt in one step takes its time."""
 _FORGIVEN_S = 600.0
 """An engine that has lived so long begins anew with its deaths."""
 
@@ -97,12 +99,12 @@ class SupervisedEngine:
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (deaths - 1), _LONGEST_PAUSE_S)
                 self._dead(f"{why}; it is being started again")
                 log.error("the engine is dead: %s; it is started again in %.1f s", why, pause_s)
-                await self._engine.close()
-                await asyncio.sleep(pause_s)
                 try:
+                    await self._engine.close()
+                    await asyncio.sleep(pause_s)
                     self._engine = await self._start()
-                except RopewayError as error:
-                    why = f"the engine could not be started again: {error.message}"
+                except Exception as error:  # whatever it is, it must not leave a server that waits for ever
+                    why = f"the engine could not be started again: {error}"
                     deaths += 1
                     continue
                 self.restarts += 1
@@ -123,7 +125,8 @@ class SupervisedEngine:
             while not (await asyncio.wait({died}, timeout=_LOOK_S))[0]:
                 failure = engine.failure
                 silent = 0 if failure is None else silent + 1
-                if failure is not None and silent * _LOOK_S > _HUNG_S:
+                busy = engine.stats.running + engine.stats.waiting > 0
+                if failure is not None and silent * _LOOK_S > (_BUSY_HUNG_S if busy else _HUNG_S):
                     return failure
             return died.result()
         finally:

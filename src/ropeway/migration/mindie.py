@@ -48,6 +48,7 @@ def _server(fields: Fields, translation: Translation) -> None:
     if fields.take("httpsEnabled"):
         fields.set("tlsCert", "tls_cert")
         fields.set("tlsPk", "tls_key")
+        fields.lose("tlsPkPwd", "give a key that is not encrypted, in a file that only the server may read", off=("",))
         fields.lose("tlsCaFile", "clients show API keys here, not certificates; see --api-keys", off=("", []))
         fields.lose("tlsCrlFiles", "clients show API keys here, not certificates", off=("", []))
     fields.lose("inferMode", "prefill and decode run in one engine", off=("standard",))

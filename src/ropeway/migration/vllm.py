@@ -38,6 +38,9 @@ def from_vllm(arguments: str | Sequence[str]) -> Translation:
             values.append(words[place])
             place += 1
         flag = _ALIASES.get(name, name.lstrip("-").replace("_", "-"))
+        if flag in _SAME and len(values) > 1:  # one value: what follows is the model
+            place -= len(values) - 1
+            values = values[:1]
         if flag in _SWITCHES and values and not equals:  # a switch takes no value: the model comes after it
             place -= len(values)
             values = []

@@ -16,7 +16,7 @@ from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine
 from ropeway.errors import Draining, EngineDead
 from ropeway.server import errors, routes
-from ropeway.server.auth import RequireKey
+from ropeway.server.auth import RefuseStrangers, RequireKey
 from ropeway.server.chat import create_chat_completion
 from ropeway.server.completions import create_completion
 from ropeway.server.dashboard import routes as dashboard
@@ -51,6 +51,7 @@ _GETS = (
     ("/dashboard", dashboard.page),
     ("/dashboard/now", dashboard.now),
     ("/dashboard/timeline", dashboard.timeline),
+    ("/dashboard/requests/{request_id:path}", dashboard.story),
     ("/dashboard/{name}", dashboard.part),
     ("/health", routes.health),
     ("/version", routes.show_version),
@@ -75,11 +76,13 @@ def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mappin
     # Added last is outermost.
     state: State = app.state.ropeway
     app.add_middleware(Doorkeeper, door=state.door)
+    origins = [origin.strip() for origin in (config.server.cors_origins or "").split(",") if origin.strip()]
     if state.keys.needed:
         app.add_middleware(RequireKey, keys=state.keys)
+    else:
+        app.add_middleware(RefuseStrangers, origins=origins)
     app.add_middleware(RequestId, access_log=config.server.access_log)
-    if config.server.cors_origins is not None:  # before the keys: a browser asks first without one
-        origins = [origin.strip() for origin in config.server.cors_origins.split(",")]
+    if origins:  # before the keys: a browser asks first without one
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
@@ -88,6 +91,7 @@ def create_management_app() -> FastAPI:
     """Health, readiness, metrics, and traces of what the engine does when. It runs before there is an engine: until
     somebody sets ``app.state.ropeway`` to the ``State`` of the API, the process is healthy and not ready."""
     app = _bare_app("Ropeway management")
+    app.add_middleware(RefuseStrangers)
     app.state.ropeway = None
 
     async def health(request: Request) -> Response:
@@ -107,12 +111,12 @@ def create_management_app() -> FastAPI:
 
     async def start_trace(request: Request) -> Response:
         _raise_unless_loaded(app)
-        await app.state.ropeway.engine.record(True)
+        await app.state.ropeway.start_trace()
         return json_response({"status": "recording"})
 
     async def stop_trace(request: Request) -> Response:
         _raise_unless_loaded(app)
-        trace = await app.state.ropeway.engine.record(False)
+        trace = await app.state.ropeway.stop_trace()
         return Response(trace, media_type="application/json")
 
     for path, handler in (("/health", health), ("/ready", ready), ("/metrics", metrics)):

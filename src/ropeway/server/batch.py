@@ -41,7 +41,8 @@ class BatchCounts:
 
 async def run_file(config: Config, source: Path, target: Path, *, resume: bool = False) -> BatchCounts:
     """Answer every line of ``source`` in ``target``. With ``resume``, lines whose answer is in the target already are
-    left out. A line that is no request, or that is refused, is an answer with an error.
+    left out; those that failed are tried again. A line that is no request, or that is refused, is an answer with an
+    error.
 
     Raises ``ConfigError`` for files that cannot be read or written, and for a target that is there already; what
     loading the model raises."""
@@ -52,10 +53,11 @@ async def run_file(config: Config, source: Path, target: Path, *, resume: bool =
         raise ConfigError(f"{source} is no file; give the requests with --input")
     if target.exists() and not resume:
         raise ConfigError(f"{target} exists; give another one, or --resume to go on with it")
-    known = _answered(target) if resume and target.exists() else set()
+    known = _keep_answered(target) if resume and target.exists() else set()
     seats = config.scheduler.max_num_seqs
     scheduler = dataclasses.replace(config.scheduler, shed=False)  # nobody waits for any one of them
-    server = dataclasses.replace(config.server, max_queue=seats + _AHEAD)
+    # Nobody but this comes in, and it has no key.
+    server = dataclasses.replace(config.server, max_queue=seats + _AHEAD, api_key=None, api_keys=None)
     config = dataclasses.replace(config, scheduler=scheduler, server=server)
     engine = await start_engine(config)
     try:
@@ -72,14 +74,22 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
     return (line for line in file if line.strip())
 
 
-def _answered(target: Path) -> set[str]:
+def _keep_answered(target: Path) -> set[str]:
+    """Take out of a file what failed, and what was cut off by whatever ended the run before. Returns whose answers are
+    left."""
     known = set()
-    with target.open("rb") as lines:
+    kept = target.with_name(f"{target.name}.part")
+    with target.open("rb") as lines, kept.open("wb") as out:
         for line in lines:
             try:
-                known.add(str(msgspec.json.decode(line)["custom_id"]))
-            except (msgspec.DecodeError, KeyError, TypeError):  # cut off by whatever ended the run before
+                answer = msgspec.json.decode(line)
+                name, failed = str(answer["custom_id"]), answer["error"] is not None
+            except (msgspec.DecodeError, KeyError, TypeError):
                 continue
+            if not failed:
+                known.add(name)
+                out.write(line.rstrip(b"\n") + b"\n")
+    kept.replace(target)
     return known
 
 
@@ -140,7 +150,8 @@ async def _answer(
     if request is None or problem is not None:
         answer["error"] = {"code": "invalid_request", "message": problem}
         return answer
-    response = await client.post(request.url, json=request.body)
+    while (response := await client.post(request.url, json=request.body)).status_code == 429:
+        await asyncio.sleep(float(response.headers.get("retry-after", "1")))  # several choices fill the queue sooner
     body = response.json()
     request_id = response.headers.get("x-request-id")
     answer["response"] = {"status_code": response.status_code, "request_id": request_id, "body": body}

@@ -27,7 +27,6 @@ from ropeway.server.sampling import chooses, completion_params
 from ropeway.server.state import State, state_of
 from ropeway.server.streaming import DONE, error_event, event
 from ropeway.server.structure import grammar_of
-from ropeway.text.tokenizer import Tokenizer
 
 
 async def create_completion(request: Request) -> Response:
@@ -42,15 +41,21 @@ async def create_completion(request: Request) -> Response:
     given = split_prompts(body.prompt)
     check_choices(len(given), params.n, state.most_requests)  # before they cost anything
     prompts = await _encode(state.prompts, given, body.add_special_tokens is not False)
-    answer = CompletionAnswer(state, body, model, _echoes(given, state.engine.tokenizer) if body.echo else None)
+    echoes = await _echoes(state, given) if body.echo else None
+    answer = CompletionAnswer(state, body, model, echoes)
     return await respond(request, answer, prompts, params, options, stream=bool(body.stream))
 
 
-def _echoes(given: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[str]:
-    """Every prompt as text."""
-    return [
-        each if isinstance(each, str) else "" if tokenizer is None else tokenizer.decode(each, False) for each in given
-    ]
+async def _echoes(state: State, given: Sequence[Prompt]) -> list[str]:
+    """Every prompt as text; of one that is too long to be served, nothing."""
+    tokenizer, most = state.engine.tokenizer, state.engine.info.max_model_len
+
+    def text(prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "" if tokenizer is None or len(prompt) > most else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    return await state.prompts.run(lambda: [text(prompt) for prompt in given])
 
 
 async def _encode(prompts: Prompts, given: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:

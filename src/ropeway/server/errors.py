@@ -34,6 +34,22 @@ class Cancelled(RopewayError):
     default_code = "cancelled"
 
 
+class Conflict(RopewayError):
+    """Something that is under way stands in the way."""
+
+    status = 409
+    kind = "invalid_request_error"
+    default_code = "conflict"
+
+
+class StrangeOrigin(RopewayError):
+    """A browser asks for a page of another origin."""
+
+    status = 403
+    kind = "permission_error"
+    default_code = "origin_not_allowed"
+
+
 class RequestNotFound(RopewayError):
     """An id that no request remembered here has."""
 

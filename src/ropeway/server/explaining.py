@@ -183,6 +183,10 @@ class Records:
         """The newest ones, of all owners."""
         return list(islice(reversed(self._by_id.values()), most))
 
+    def find_any(self, completion_id: str) -> Record | None:
+        """Anybody's."""
+        return self._by_id.get(completion_id)
+
     def find(self, name: str, owner: str = "") -> Record | None:
         """The owner's, by the id of the completion, or by the ``X-Request-Id`` of its answer. Of several requests with
         the same one, the latest."""

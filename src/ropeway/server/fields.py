@@ -34,6 +34,13 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "kv_transfer_params": (),
+    "conversation": (),
+    "top_logprobs": (0,),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
+    "container": (),
+    "context_management": (),
 }
 """Field -> values that mean "off"; null always does. Some of them are fields of other routes."""
 

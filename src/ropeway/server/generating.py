@@ -85,6 +85,8 @@ class Generating:
         except BaseException as error:
             if isinstance(error, RopewayError):
                 self._note(error)
+                if self._lease is not None:
+                    self._lease.end(0)  # nothing of it was computed
             self.cancel()
             raise
 

@@ -97,10 +97,11 @@ class Caller:
         self._tokens = None if key.tokens_per_minute is None else Allowance(key.tokens_per_minute)
 
     def salt(self, given: str | None) -> str | None:
-        """Under which prefixes are cached for this caller."""
+        """Under which prefixes are cached for this caller. No caller can spell another one's: what is shared and what
+        belongs to a tenant begin differently."""
         if self.key.share_cache:
-            return given
-        return f"{len(self.tenant)}:{self.tenant}:{given or ''}"
+            return None if given is None else f"shared:{given}"
+        return f"tenant:{len(self.tenant)}:{self.tenant}:{given or ''}"
 
     def begin(self) -> Lease:
         """Let one more request in. Raises ``TooManyRequests`` naming the limit."""

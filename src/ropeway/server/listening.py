@@ -80,6 +80,8 @@ class Certificate:
     def _load(self) -> None:
         chain, key = self._files
         try:
+            # A pair that does not fit would leave a context with half of it: try it on another one.
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
             self.context.load_cert_chain(chain, key)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"the TLS certificate {chain} cannot be used: {error}", param="tls_cert") from error

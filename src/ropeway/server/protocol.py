@@ -37,7 +37,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Exactly one of them."""
 
     json: str | dict[str, Any] | None = None

@@ -93,6 +93,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Refused: nothing is stored here."""
     background: bool | None = None
     """Refused when true."""
+    prompt: dict[str, Any] | None = None
+    """Refused: there are no templates of prompts here."""
     truncation: str | None = None
     """Only ``disabled``."""
 
@@ -130,6 +132,8 @@ def _chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
             "previous_response_id: this server stores no responses; send the whole conversation as input",
             param="previous_response_id",
         )
+    if body.prompt is not None:
+        raise InvalidRequest("prompt: this server stores no prompts; send the text as input", param="prompt")
     if body.background:
         raise InvalidRequest("background is not supported by this server; leave it out", param="background")
     if body.truncation not in (None, "disabled"):
@@ -200,7 +204,10 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
         output = _content(item.get("output"), f"{place}.output")
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
     elif kind == "reasoning":
-        texts = [part.get("text", "") for part in item.get("content") or [] if isinstance(part, Mapping)]
+        parts = item.get("content") or []
+        if not isinstance(parts, list):
+            raise InvalidRequest(f"{place}.content must be a list of parts", param="input")
+        texts = [part.get("text", "") for part in parts if isinstance(part, Mapping)]
         if texts:
             messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(map(str, texts))})
     else:

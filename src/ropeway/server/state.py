@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, RequestOptions
 from ropeway.errors import ModelNotFound, RopewayError
 from ropeway.request import SamplingParams
-from ropeway.server.errors import Cancelled
+from ropeway.server.errors import Cancelled, Conflict
 from ropeway.server.explaining import Record, Records
 from ropeway.server.fields import UnknownFields, refuse_unserved
 from ropeway.server.generating import Generating
@@ -47,6 +48,7 @@ class State:
         self.metrics = Metrics(engine)
         self.records = Records()
         self.prompts = Prompts(engine.tokenizer, max_model_len=engine.info.max_model_len, most=self.most_requests)
+        self._traced = False
         self._unknown_fields = UnknownFields()
         self._generating: weakref.WeakSet[Generating] = weakref.WeakSet()
 
@@ -105,6 +107,28 @@ class State:
         for generating in list(self._generating):
             if generating.record is record:
                 generating.cancel(Cancelled("the request was cancelled"))
+
+    @contextlib.asynccontextmanager
+    async def tracing(self) -> AsyncIterator[None]:
+        """While this is entered nobody else records a trace. Raises ``Conflict`` when somebody does."""
+        if self._traced or self.config.engine.trace is not None:
+            raise Conflict("a trace is being recorded already; stop that one first")
+        self._traced = True
+        try:
+            yield
+        finally:
+            self._traced = False
+
+    async def start_trace(self) -> None:
+        """Until ``stop_trace``. Raises ``Conflict`` when one is being recorded already."""
+        async with self.tracing():
+            await self.engine.record(True)
+        self._traced = True
+
+    async def stop_trace(self) -> bytes:
+        """What was recorded, as JSON."""
+        self._traced = False
+        return await self.engine.record(False)
 
     def cancel_all(self, why: RopewayError) -> None:
         for generating in list(self._generating):

@@ -14,7 +14,7 @@ from ropeway.errors import InvalidRequest
 from ropeway.grammar import Grammar
 from ropeway.server.protocol import ChatCompletionRequest, NamedTool, ToolDefinition
 from ropeway.text.answers.families import Writing
-from ropeway.text.answers.tools import Tool
+from ropeway.text.answers.tools import Hermes, Tool
 
 MAX_TOOLS = 128
 """Most tools of a request (OpenAI's limit)."""
@@ -76,7 +76,7 @@ def tool_use(request: ChatCompletionRequest, writing: Writing) -> ToolUse:
     tools = _checked(request.tools)
     if choice == "none":
         return ToolUse()
-    if writing.tools is None:
+    if writing.tools is None or not (writing.shows_tools or writing.tools.name == Hermes.name):
         raise InvalidRequest(
             "this model's chat template knows no tools; leave them out, or start the server with --tool-call-parser "
             "hermes to try",

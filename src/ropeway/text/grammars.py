@@ -13,7 +13,7 @@ from typing import Any
 import llguidance
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from ropeway.errors import InvalidRequest
@@ -111,7 +111,8 @@ def _source(grammar: Grammar) -> str:
     elif grammar.kind == "regex":
         answer = {"lark_grammar": f"start: /{regex_to_lark(grammar.text, '')}/"}
     else:
-        answer = {"lark_grammar": any_to_lark(grammar.text)}
+        text = gbnf_to_lark(grammar.text) if "::=" in grammar.text else grammar.text
+        answer = {"lark_grammar": text}
     if not grammar.after:
         return json.dumps({"grammars": [answer]})
     before = f"start: before /[ \\n]{{0,4}}/ @answer\nbefore[suffix={json.dumps(grammar.after)}]: /(.|\\n)*/"

@@ -134,7 +134,7 @@ function showRequests(now) {
 
 async function tellStory() {
   if (!chosen) return;
-  const answer = await ask("/v1/requests/" + encodeURIComponent(chosen)), story = at("story");
+  const answer = await ask("/dashboard/requests/" + encodeURIComponent(chosen)), story = at("story");
   if (!answer.ok) { story.textContent = "It is not remembered any more."; return; }
   const told = await answer.json(), strip = document.createElement("div"), list = document.createElement("dl");
   strip.className = "parts";

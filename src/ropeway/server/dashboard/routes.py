@@ -57,6 +57,17 @@ async def now(request: Request) -> Response:
     return json_response(await snapshot(state))
 
 
+async def story(request: Request) -> Response:
+    """Where a request's time went, whoever's it is."""
+    state = state_of(request)
+    check_sees_all(request, state)
+    name = request.path_params["request_id"]
+    record = state.records.find_any(name)
+    if record is None:
+        raise RequestNotFound(f"there is no request {name!r:.200} here any more", param="request_id")
+    return json_response(await record.explain())
+
+
 async def timeline(request: Request) -> Response:
     """What the host and the device do in the next ``seconds`` (at most 10), as Chrome's trace events."""
     state = state_of(request)
@@ -67,9 +78,11 @@ async def timeline(request: Request) -> Response:
         wanted_s = 0.0
     if not 0 < wanted_s <= _LONGEST_S:
         raise InvalidRequest(f"seconds must be a number above 0, at most {_LONGEST_S:g}", param="seconds")
-    await state.engine.record(True)
-    await asyncio.sleep(wanted_s)
-    return Response(await state.engine.record(False), media_type="application/json")
+    async with state.tracing():
+        await state.engine.record(True)
+        await asyncio.sleep(wanted_s)
+        trace = await state.engine.record(False)
+    return Response(trace, media_type="application/json")
 
 
 def check_sees_all(request: Request, state: State) -> None:
