@@ -7,6 +7,7 @@ a grammar too large is refused when it is compiled, one that becomes too complex
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ropeway.errors import InvalidRequest
 from ropeway.grammar import Grammar, told_plainly
 from ropeway.text.tokenizer import Tokenizer
 
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 _NO_TEXT = "NoExtensionBias"
 """The library's word for it."""
 _MOST_SHOWN = 500
@@ -111,8 +113,8 @@ def _source(grammar: Grammar) -> str:
     elif grammar.kind == "regex":
         answer = {"lark_grammar": f"start: /{regex_to_lark(grammar.text, '')}/"}
     else:
-        text = gbnf_to_lark(grammar.text) if "::=" in grammar.text else grammar.text
-        answer = {"lark_grammar": text}
+        gbnf = _GBNF_RULE.search(grammar.text) is not None
+        answer = {"lark_grammar": gbnf_to_lark(grammar.text) if gbnf else grammar.text}
     if not grammar.after:
         return json.dumps({"grammars": [answer]})
     before = f"start: before /[ \\n]{{0,4}}/ @answer\nbefore[suffix={json.dumps(grammar.after)}]: /(.|\\n)*/"
