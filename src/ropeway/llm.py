@@ -57,6 +57,8 @@ class _Call:
         completion.token_ids += delta.token_ids
         if delta.logprobs and completion.logprobs is not None:
             completion.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.output.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             self.output.cached_tokens = self.usage.cached_tokens

@@ -23,6 +23,25 @@ class LogprobColumns(msgspec.Struct, frozen=True, eq=False):
     """float32 [m, k]."""
 
 
+class PromptLogprobColumns(msgspec.Struct, frozen=True, eq=False):
+    """Log-probabilities of tokens of prompts, each given those before it."""
+
+    request: np.ndarray
+    """int64 [m]: internal request ids."""
+    position: np.ndarray
+    """int32 [m]: of the token in its prompt."""
+    token: np.ndarray
+    """int32 [m]."""
+    chosen: np.ndarray
+    """float32 [m]: of that token."""
+    rank: np.ndarray
+    """int32 [m]: of that token; 1 is the likeliest of all."""
+    top_ids: np.ndarray
+    """int32 [m, k]: most likely first; k is the largest asked for in the step."""
+    top: np.ndarray
+    """float32 [m, k]."""
+
+
 class Refusal(msgspec.Struct, frozen=True):
     """Why a request is not served, or not to its end."""
 
@@ -59,5 +78,6 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
     finished: list[Finished] = []
     started: list[Started] = []
     logprobs: LogprobColumns | None = None
+    prompt_logprobs: PromptLogprobColumns | None = None
     accepted: list[int] = []
     """Requests that were put into the queue; the others of their message are in ``finished``, refused."""

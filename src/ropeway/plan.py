@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ropeway.outcome import LogprobColumns
+from ropeway.outcome import LogprobColumns, PromptLogprobColumns
 from ropeway.request import SamplingParams
 
 Ints = NDArray[np.int32]
@@ -93,3 +93,4 @@ class Result(msgspec.Struct, frozen=True, eq=False):
     """What the step took on the device, copies not counted; 0: not measured."""
     copy_s: float = 0.0
     """What its copies took."""
+    prompt_logprobs: PromptLogprobColumns | None = None

@@ -84,6 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     """None: none; k >= 0: of each chosen token and of the k most likely, after penalties, bias and masks,
     before temperature and truncation."""
+    prompt_logprobs: int | None = None
+    """k >= 0: log-probabilities of the prompt's tokens, each given those before it, and of the k most likely ones at
+    their places. The prompt is then computed whole, whatever the prefix cache has."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
@@ -126,8 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower one or raise the other",
                 param="min_tokens",
             )
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP:
             raise InvalidRequest(f"{len(self.stop)} stop strings; the limit is {MAX_STOP}", param="stop")
         for stop in self.stop:
@@ -369,6 +373,12 @@ class TokenLogprob:
     logprob: float
     top: list[tuple[int, float]]
     """(token id, log-probability), most likely first."""
+    rank: int | None = None
+    """1: no token is likelier. Told of the tokens of a prompt."""
+
+    def cut(self, most: int | None) -> TokenLogprob:
+        """With the likeliest ``most`` alternatives; of a step, all have as many as the most that one asks for."""
+        return TokenLogprob(self.token_id, self.logprob, self.top[:most], self.rank)
 
 
 @dataclass(slots=True)
@@ -393,6 +403,8 @@ class RequestOutput:
     outputs: list[Completion]
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Of every token of the prompt; None for the first, before which there is nothing."""
 
     @property
     def text(self) -> str:

@@ -30,6 +30,7 @@ NUMBERS = (KV_INT8, KV_INT4, WEIGHTS_INT8, WEIGHTS_INT4, RANKS)
 PREFIX = list(range(10, 74))
 PROMPTS = [[*PREFIX, 80 + i, *range(5 + i, 5 + 9 * i)] for i in range(8)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=7, n=2, max_tokens=12, ignore_eos=True)
 
 
@@ -63,8 +64,10 @@ def answers(folder: Path, options: tuple[Option, ...]) -> list[Any]:
             stack.enter_context(other_host(fields))
         llm = stack.enter_context(tiny_llm(**fields))
         outputs = [*llm.generate(PROMPTS, GREEDY, progress=False), *llm.generate(PROMPTS, DRAWN, progress=False)]
+        scored = llm.generate(PROMPTS[:3], SCORED, progress=False)
         assert idle(llm)
-    return [(each.token_ids, each.logprobs) for output in outputs for each in output.outputs]
+    told = [(each.token_ids, each.logprobs) for output in outputs for each in output.outputs]
+    return [*told, *(output.prompt_logprobs for output in scored)]
 
 
 @functools.cache

@@ -275,7 +275,6 @@ def test_unknown_fields_are_ignored_and_logged_once(http: httpx.Client, caplog: 
         ("functions", [{"name": "f"}], []),
         ("modalities", ["text", "audio"], ["text"]),
         ("audio", {"voice": "x"}, None),
-        ("prompt_logprobs", 0, None),
         ("suffix", "x", ""),
         ("use_beam_search", True, False),
         ("truncate_prompt_tokens", 5, None),
@@ -297,13 +296,15 @@ def test_a_field_not_served_is_refused_by_name_unless_it_is_off(
         (CHAT, "best_of", 2, 1),
         (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f"}}], []),
         (COMPLETIONS, "tool_choice", "required", "auto"),
+        ("/v1/responses", "prompt_logprobs", 0, None),
         ("/v1/responses", "response_format", {"type": "json_object"}, {"type": "text"}),
     ],
 )
 def test_a_field_of_another_route_is_refused_by_name(
     http: httpx.Client, path: str, name: str, on: object, off: object
 ) -> None:
-    body = {"model": MODEL, "messages": HI, "prompt": "Hi", "input": "Hi"}
+    asked = {CHAT: {"messages": HI}, COMPLETIONS: {"prompt": "Hi"}}.get(path, {"input": "Hi"})
+    body = {"model": MODEL, **asked}
     check_error(http.post(path, json={**body, name: on}), 400, name, param=name)
     assert http.post(path, json={**body, name: off}).status_code == 200
 

@@ -100,7 +100,6 @@ def test_echo_begins_with_the_prompt(served: Served, http: httpx.Client) -> None
     plain = http.post(COMPLETIONS, json=completion_body(prompt=["Hi", "Ho"], n=2)).json()
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == [p + c["text"] for p, c in zip(["Hi", "Hi", "Ho", "Ho"], plain["choices"], strict=True)]
-    check_error(http.post(COMPLETIONS, json=completion_body(echo=True, logprobs=1)), 400, "echo", param="echo")
 
 
 def test_best_of_answers_with_the_likeliest(served: Served, http: httpx.Client) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from ropeway.engine.client import Delta, Usage
 from ropeway.engine.completions import CompletionText, Router
-from ropeway.outcome import Finished, LogprobColumns, Refusal, Started, StepOutput
-from ropeway.request import FinishReason, SamplingParams, Timeline
+from ropeway.outcome import Finished, LogprobColumns, PromptLogprobColumns, Refusal, Started, StepOutput
+from ropeway.request import FinishReason, SamplingParams, Timeline, TokenLogprob
 from tests.support.scripted_engine import EOS, scripted_tokenizer
 
 TOKENIZER = scripted_tokenizer()
@@ -221,6 +222,52 @@ def test_log_probabilities_go_with_the_rows_they_are_of() -> None:
     news, _ = router.receive(output)
     found = [None if d.logprobs is None else [(p.token_id, p.logprob, p.top) for p in d.logprobs] for _, d in news]
     assert found == [[(5, -0.5, [(5, -0.5), (9, -1.0)])], None, [(7, -0.75, [(8, -0.25), (7, -0.75)])]]
+
+
+def test_each_gets_as_many_alternatives_as_it_asked_for() -> None:
+    router: Router[str] = Router()
+    for request_id, most in ((1, 0), (2, 1), (3, 2)):
+        completion = CompletionText(0, SamplingParams(logprobs=most, prompt_logprobs=most), TOKENIZER)
+        router.add(request_id, str(request_id), completion, Usage(prompt_tokens=2))
+    top = {"top_ids": np.array([[8, 9]] * 3, dtype=np.int32), "top": np.array([[-0.5, -1.0]] * 3, dtype=np.float32)}
+    chosen = np.full(3, -2.0, dtype=np.float32)
+    rows, ids = np.arange(3, dtype=np.int32), np.array([1, 2, 3], dtype=np.int64)
+    prompts = PromptLogprobColumns(ids, rows * 0 + 1, rows + 5, chosen, rows + 3, **top)
+    news, _ = router.receive(
+        StepOutput(ids=ids, tokens=rows, logprobs=LogprobColumns(rows, chosen, **top), prompt_logprobs=prompts)
+    )
+    for most, (_, delta) in enumerate(news):
+        want = [(8, -0.5), (9, -1.0)][:most]
+        assert delta.logprobs == [TokenLogprob(most, -2.0, want)]
+        assert delta.prompt_logprobs == [None, TokenLogprob(most + 5, -2.0, want, most + 3)]
+
+
+def test_log_probabilities_of_a_prompt_come_once_however_often_it_is_computed() -> None:
+    router: Router[str] = Router()
+    for index in range(2):
+        sibling_or_not = CompletionText(index, SamplingParams(n=2, prompt_logprobs=1), TOKENIZER)
+        router.add(1 + index, str(index), sibling_or_not, Usage(prompt_tokens=2))
+
+    def told(*positions: int) -> PromptLogprobColumns:
+        n = len(positions)
+        chosen = np.array(positions, dtype=np.float32) * -1
+        tokens = np.array(positions, dtype=np.int32) + 10
+        top = np.zeros((n, 1), dtype=np.int32)
+        ids = np.ones(n, dtype=np.int64)
+        return PromptLogprobColumns(ids, tokens - 10, tokens, chosen, tokens * 0 + 1, top, top.astype(np.float32))
+
+    def columns(tokens: dict[int, int], *positions: int) -> list[tuple[str, Delta]]:
+        return router.receive(msgspec.structs.replace(step(tokens), prompt_logprobs=told(*positions)))[0]
+
+    assert columns({}, 1, 2) == []
+    assert columns({}, 1, 2, 3) == []  # seated again
+    (_, first), (_, sibling) = columns({1: 5, 2: 6}, 4)
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    assert [each.logprob for each in first.prompt_logprobs if each is not None] == [-1, -2, -3, -4]
+    assert sibling.prompt_logprobs is None
+    (_, later), _ = columns({1: 7, 2: 8}, 1, 2, 3, 4)  # after a preemption
+    assert later.prompt_logprobs is None
 
 
 def test_usage_of_n_completions_is_one_sum() -> None:

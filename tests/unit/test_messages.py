@@ -34,7 +34,7 @@ from ropeway.engine.messages import (
     decode_to_engine,
 )
 from ropeway.grammar import Grammar
-from ropeway.outcome import Finished, LogprobColumns, Refusal, Started, StepOutput
+from ropeway.outcome import Finished, LogprobColumns, PromptLogprobColumns, Refusal, Started, StepOutput
 from ropeway.request import FinishReason, SamplingParams, Timeline
 from ropeway.tiers import DEFAULT_TIERS
 from ropeway.wire import encode
@@ -56,6 +56,7 @@ EVERY_FIELD = SamplingParams(
     stop_token_ids=(9, 11),
     ignore_eos=True,
     logprobs=4,
+    prompt_logprobs=3,
     include_stop_str_in_output=True,
     skip_special_tokens=False,
 )
@@ -64,6 +65,15 @@ LOGPROBS = LogprobColumns(
     chosen=np.array([-0.25], dtype=np.float32),
     top_ids=np.array([[3, 4]], dtype=np.int32),
     top=np.array([[-0.25, -np.inf]], dtype=np.float32),
+)
+PROMPT_LOGPROBS = PromptLogprobColumns(
+    request=np.array([7], dtype=np.int64),
+    position=np.array([1], dtype=np.int32),
+    token=np.array([5], dtype=np.int32),
+    chosen=np.array([-1.5], dtype=np.float32),
+    rank=np.array([3], dtype=np.int32),
+    top_ids=LOGPROBS.top_ids,
+    top=LOGPROBS.top,
 )
 TIMELINE = Timeline(
     tier="batch",
@@ -125,6 +135,7 @@ FROM_ENGINE: list[FromEngine] = [
         ],
         started=[Started(1, 16)],
         logprobs=LOGPROBS,
+        prompt_logprobs=PROMPT_LOGPROBS,
         accepted=[4, 2**40],
     ),
     Stats(

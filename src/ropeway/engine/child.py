@@ -114,7 +114,7 @@ class EngineLoop:
 
     def _publish(self, output: StepOutput) -> None:
         self._published = True
-        if len(output.ids) or output.finished or output.accepted:
+        if len(output.ids) or output.finished or output.accepted or output.prompt_logprobs is not None:
             self.send(output)
 
     def _receive(self, engine: Engine, *, patient: bool, stalled: bool) -> bool:

@@ -47,6 +47,8 @@ class Delta:
     timeline: Timeline | None = None
     """With the last delta: where its time went. None if it was ended on this side of the engine, by a stop string or
     ``cancel``; ``Generation.timelines`` has it a little later."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """With the first delta of the first completion, if they were asked for; None for the prompt's first token."""
 
 
 @dataclass(slots=True)

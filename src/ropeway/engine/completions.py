@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from ropeway.engine.client import Delta, Usage
-from ropeway.outcome import Finished, LogprobColumns, StepOutput
+from ropeway.outcome import Finished, LogprobColumns, PromptLogprobColumns, StepOutput
 from ropeway.request import FinishReason, SamplingParams, TokenLogprob
 from ropeway.text.detokenizer import IncrementalDetokenizer
 from ropeway.text.stop import StopStrings
@@ -23,15 +23,24 @@ class CompletionText:
         self.count = 0
         """Tokens of the completion, the end token included."""
         self._params = params
+        self._prompt: dict[int, TokenLogprob] = {}
+        """Log-probabilities of the prompt's tokens, by position."""
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
+
+    def tell_prompt(self, position: int, logprob: TokenLogprob) -> None:
+        """Of one token of the prompt. If that is computed again, they come again, the same."""
+        self._prompt[position] = logprob.cut(self._params.prompt_logprobs)
 
     def push(self, token: int, logprob: TokenLogprob | None, finished: Finished | None) -> Delta:
         """Take the next token, and the engine's word that it is the last one, if it is."""
         self.count += 1
         end_token = None if finished is None else finished.end_token
         text, hit = self._push_text(token, hidden=end_token is not None and not self._shows(token))
-        delta = Delta(self.index, text, [token], None if logprob is None else [logprob])
+        delta = Delta(self.index, text, [token], None if logprob is None else [logprob.cut(self._params.logprobs)])
+        if self.count == 1 and self._params.prompt_logprobs is not None and self.index == 0:
+            delta.prompt_logprobs = [None, *(self._prompt[position] for position in sorted(self._prompt))]
+            self._prompt.clear()
         if finished is not None:
             delta.timeline = finished.timeline
         if hit is None and finished is not None:
@@ -98,6 +107,10 @@ class Router(Generic[Owner]):
             if started.id in self._live:
                 usage = self._live[started.id][2]
                 usage.cached_tokens = max(usage.cached_tokens, started.cached_tokens)
+        if output.prompt_logprobs is not None:
+            for request_id, position, logprob in _prompt_logprobs(output.prompt_logprobs):
+                if request_id in self._live:
+                    self._live[request_id][1].tell_prompt(position, logprob)
         finished = {f.id: f for f in output.finished}
         logprobs = dict(_token_logprobs(output.logprobs, output))
         for row, (request_id, token) in enumerate(zip(output.ids.tolist(), output.tokens.tolist(), strict=True)):
@@ -118,6 +131,14 @@ class Router(Generic[Owner]):
                 owner, completion, _ = self._live.pop(request_id)
                 news.append((owner, completion.end(end)))
         return news, stopped
+
+
+def _prompt_logprobs(columns: PromptLogprobColumns) -> Iterator[tuple[int, int, TokenLogprob]]:
+    """(internal request id, position, log-probability)"""
+    c = columns
+    each = (c.request, c.position, c.token, c.chosen, c.rank, c.top_ids, c.top)
+    for request_id, position, token, chosen, rank, ids, values in zip(*(x.tolist() for x in each), strict=True):
+        yield request_id, position, TokenLogprob(token, chosen, list(zip(ids, values, strict=True)), rank)
 
 
 def _token_logprobs(columns: LogprobColumns | None, output: StepOutput) -> Iterator[tuple[int, TokenLogprob]]:

@@ -6,6 +6,7 @@ import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,11 +53,12 @@ class Submitter:
             raise InvalidRequest(f"there is no tier of rank {rank}; there are {len(tiers)}", param="priority")
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         ids = [next(self._ids) for _ in range(params.n)]
+        others = msgspec.structs.replace(params, prompt_logprobs=None)  # one tells of the prompt for all
         return [
             NewRequest(
                 id=request_id,
                 prompt=tokens,
-                params=params,
+                params=params if index == 0 else others,
                 seed=(seed + index * _GOLDEN) % 2**64,
                 salt=salt_bytes,
                 leader=None if index == 0 else ids[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,19 @@ from ropeway.plan import Masks, Plan, Seat
 _MASKED = float("-inf")
 BANNED = -100.0
 """OpenAI's logit bias that bans a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPositions:
+    """Columns over positions of prompts."""
+
+    request: NDArray[np.int64]
+    slot: NDArray[np.int32]
+    position: NDArray[np.int32]
+    token: NDArray[np.int32]
+    """Among the tokens of the step."""
+    top: int
+    """Most likeliest tokens that anybody asked for."""
 
 
 class Rows:
@@ -40,6 +53,7 @@ class Rows:
         self.frequency_penalty = np.zeros(slots, dtype=np.float32)
         self.seeds = np.zeros(slots, dtype=np.uint64)
         self.top_logprobs = np.full(slots, -1, dtype=np.int32)
+        self.prompt_logprobs = np.full(slots, -1, dtype=np.int32)
         self._bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         """Slot -> (token ids, values) of its logit bias."""
         self._held_back: dict[int, tuple[int, NDArray[np.int32]]] = {}
@@ -58,6 +72,26 @@ class Rows:
             self.block_tables[slot, held : held + count] = plan.new_blocks[given : given + count]
             self.blocks_held[slot] = held + count
             given += count
+
+    def prompts_told(self, plan: Plan) -> PromptPositions | None:
+        """Positions of the plan whose logits tell of a token of a prompt that somebody asked about; None: there are
+        none. After ``apply``."""
+        last = self.prompt_lengths[plan.slot] - 1  # its logits tell of the first token of the answer
+        count = np.minimum(plan.start + plan.count, last) - plan.start
+        count[self.prompt_logprobs[plan.slot] < 0] = 0
+        rows = np.flatnonzero(count > 0)
+        if not len(rows):
+            return None
+        count = count[rows]
+        within = np.concatenate([np.arange(each, dtype=np.int32) for each in count])
+        first = np.cumsum(plan.count) - plan.count
+        return PromptPositions(
+            request=np.repeat(plan.request[rows], count),
+            slot=np.repeat(plan.slot[rows], count),
+            position=np.repeat(plan.start[rows], count) + within,
+            token=(np.repeat(first[rows], count) + within).astype(np.int32),
+            top=int(self.prompt_logprobs[plan.slot[rows]].max()),
+        )
 
     def write_prompts(self, seats: Iterable[Seat]) -> None:
         """Write the tokens of new seats; on the device's stream."""
@@ -118,6 +152,7 @@ class Rows:
         self.frequency_penalty[slot] = params.frequency_penalty
         self.seeds[slot] = seat.seed
         self.top_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self._bias.pop(slot, None)
         self._held_back.pop(slot, None)
         if params.logit_bias:

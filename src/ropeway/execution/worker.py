@@ -17,9 +17,9 @@ from torch import Tensor
 from ropeway.devices.base import AttentionPlan, Device, KVCache, Sampled, SampleInputs
 from ropeway.devices.programs import PreparedSample, PreparedStep, Program, ProgramInput
 from ropeway.execution.batch import Batch, build_batch, cut_plan
-from ropeway.execution.rows import Rows
+from ropeway.execution.rows import PromptPositions, Rows
 from ropeway.models.model import Model
-from ropeway.outcome import LogprobColumns
+from ropeway.outcome import LogprobColumns, PromptLogprobColumns
 from ropeway.parallel.communicator import Communicator, SingleProcess
 from ropeway.parallel.overlap import Overlapping
 from ropeway.plan import Masks, Plan, Result
@@ -27,6 +27,8 @@ from ropeway.trace import COMPUTE, Trace
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 _INTS = ProgramInput()
+_PROMPT_ROWS = 32
+"""Of logits that are held at once for log-probabilities of prompts."""
 _SHOWN_S = 1e-5
 """Copies that take less are none."""
 
@@ -81,6 +83,9 @@ class Worker:
         if not len(plan.slot):
             return Step(self, plan, None, None)
         batch = self._batch(plan)
+        prompts = self.rows.prompts_told(plan)
+        if prompts is not None:
+            return Step(self, plan, batch, None, prompts=prompts)
         if plan.cut:
             first, second = cut_plan(plan, plan.cut)
             return Step(self, plan, batch, None, (self._batch(first), self._batch(second)))
@@ -137,6 +142,33 @@ class Worker:
         [s, vocabulary], valid until the next step."""
         hidden = self._sampled_rows(batch, self._hidden(batch))
         return self._logits(hidden)[:, : self.vocab_size] if len(hidden) else None
+
+    @torch.inference_mode()
+    def compute_with_prompts(
+        self, batch: Batch, prompts: PromptPositions
+    ) -> tuple[Tensor | None, PromptLogprobColumns]:
+        """As ``compute``, and the log-probabilities of tokens of prompts."""
+        hidden = self._hidden(batch)
+        told = self._prompt_logprobs(hidden, prompts)  # first: the sampling rows' logits are to stand
+        sampled = self._sampled_rows(batch, hidden)
+        return (self._logits(sampled)[:, : self.vocab_size] if len(sampled) else None), told
+
+    def _prompt_logprobs(self, hidden: Tensor, prompts: PromptPositions) -> PromptLogprobColumns:
+        """In slices, so that the memory of logits is that of a few rows however long the prompt."""
+        most = _PROMPT_ROWS if self.logits_program is None else min(_PROMPT_ROWS, self.logits_program.max_rows)
+        up, down, kernels = self.device.upload, self.device.download, self.device.kernels
+        token = down(kernels.read_tokens(self.rows.tokens, up(prompts.slot), up(prompts.position + 1)))
+        parts: list[tuple[Tensor, ...]] = []
+        for first in range(0, len(token), most):
+            rows = up(prompts.token[first : first + most])
+            logits = self._logits(kernels.take(hidden, rows))[:, : self.vocab_size]
+            logprobs = logits.log_softmax(-1)
+            chosen = logprobs.gather(1, up(token[first : first + most]).long()[:, None])
+            rank = (logprobs > chosen).sum(1, dtype=torch.int32) + 1
+            top, ids = logprobs.topk(min(prompts.top, self.vocab_size), dim=-1)
+            parts.append((chosen[:, 0], rank, ids.int(), top))
+        columns = [down(torch.cat(each)) for each in zip(*parts, strict=True)]
+        return PromptLogprobColumns(prompts.request, prompts.position + 1, token, *columns)
 
     @torch.inference_mode()
     def compute_both(self, first: Batch, second: Batch) -> Tensor | None:
@@ -208,8 +240,11 @@ class Step:
         batch: Batch | None,
         prepared: PreparedStep | None,
         micro_batches: tuple[Batch, Batch] | None = None,
+        prompts: PromptPositions | None = None,
     ) -> None:
         self.plan = plan
+        self._prompts = prompts
+        self._prompt_logprobs: PromptLogprobColumns | None = None
         self._micro_batches = micro_batches
         self._worker = worker
         self._batch = batch
@@ -231,6 +266,8 @@ class Step:
             self._logits = self._prepared.logits
         elif self._micro_batches is not None:
             self._logits = self._worker.compute_both(*self._micro_batches)
+        elif self._batch is not None and self._prompts is not None:
+            self._logits, self._prompt_logprobs = self._worker.compute_with_prompts(self._batch, self._prompts)
         elif self._batch is not None:
             self._logits = self._worker.compute(self._batch)
         ended = time.perf_counter()
@@ -283,9 +320,10 @@ class Step:
         """What was sampled, on the host; after ``sample``."""
         sampled, batch = self._sampled, self._batch
         if sampled is None or batch is None:
-            return Result(_NO_TOKENS, elapsed_s=self._device_s, copy_s=self._copy_s)
-        token_ids = self._worker.device.download(sampled.token_ids)
-        return Result(token_ids, self._logprobs(sampled), self._device_s, self._copy_s)
+            token_ids, logprobs = _NO_TOKENS, None
+        else:
+            token_ids, logprobs = self._worker.device.download(sampled.token_ids), self._logprobs(sampled)
+        return Result(token_ids, logprobs, self._device_s, self._copy_s, self._prompt_logprobs)
 
     def _logprobs(self, sampled: Sampled) -> LogprobColumns | None:
         if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:

@@ -27,15 +27,14 @@ class PrefixCache:
         self._host = host
 
     def find(self, request: Request) -> list[int]:
-        """Published blocks of the request's longest known prefix, short of its last token: one must be left to
-        compute. Takes no reference on them."""
-        keys, size = request.keys, self._pool.block_size
-        if keys is None:
+        """Published blocks of the request's longest known prefix. Takes no reference on them."""
+        keys, size, full = request.keys, self._pool.block_size, self._most(request)
+        if keys is None or not full:
             return []
         leader = request.leader
         if len(keys) == 1 and leader is not None and leader.keys is not None:  # the same prompt under the same root
             keys += leader.keys[1 : request.prompt_tokens // size + 1]
-        known, full = len(keys) - 1, (len(request.tokens) - 1) // size
+        known = len(keys) - 1
         if known < full:
             keys.extend(chain(keys[-1], request.tokens[known * size : full * size], size))
         return self._pool.match(keys[1 : full + 1])
@@ -44,8 +43,7 @@ class PrefixCache:
         """Host blocks that continue the ``found`` blocks on the device. Takes no pin."""
         if self._host is None or request.keys is None:
             return []
-        full = (len(request.tokens) - 1) // self._pool.block_size
-        return self._host.find(request.keys[found + 1 : full + 1])
+        return self._host.find(request.keys[found + 1 : self._most(request) + 1])
 
     def fetch(self, request: Request, done: Callable[[], None]) -> bool:
         """Begin to bring in what only the disk has of the request's prompt, and call ``done`` when that is over. False:
@@ -55,10 +53,16 @@ class PrefixCache:
             return False
         found = len(self.find(request))
         found += len(self.find_in_host(request, found))
-        full = (len(request.tokens) - 1) // self._pool.block_size
-        blocks = host.load(request.keys[found + 1 : full + 1], done)
+        blocks = host.load(request.keys[found + 1 : self._most(request) + 1], done)
         request.fetched_blocks = blocks
         return blocks > 0
+
+    def _most(self, request: Request) -> int:
+        """Blocks that the request need not compute itself: all full ones, short of its last token, since one must be
+        left to compute. A prompt that is to be told of is computed whole."""
+        if request.params.prompt_logprobs is not None and not request.output_tokens:
+            return 0
+        return (len(request.tokens) - 1) // self._pool.block_size
 
     def count(self, request: Request, found: int, in_host: int) -> None:
         """Note what a request found when it was first seated, in blocks. What its sibling computed for the same call

@@ -53,7 +53,14 @@ class Settlement:
         events = np.flatnonzero((end >= watch) | ended)
         if len(events):
             self._events(slots[events], end[events], new[events], ended[events], watch[events])
-        return StepOutput(ids=ids, tokens=tokens, finished=self._finished, started=self._started, logprobs=logprobs)
+        return StepOutput(
+            ids=ids,
+            tokens=tokens,
+            finished=self._finished,
+            started=self._started,
+            logprobs=logprobs,
+            prompt_logprobs=result.prompt_logprobs,
+        )
 
     def _events(self, slots: Ints, positions: Ints, tokens: Ints, ended: NDArray[np.bool_], watched: Ints) -> None:
         """What ``tokens`` at ``positions`` bring, int32 [n] each."""

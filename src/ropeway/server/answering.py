@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
@@ -69,7 +70,12 @@ async def respond(
             # Without the engine's account there is nothing to tell.
             known = timing.phase == "finished"
             headers = {"server-timing": server_timing(timing.parts)} if known else None
-            return json_response(answer.whole(generating, completions, prompts), headers)
+            if params.prompt_logprobs is None:
+                return json_response(answer.whole(generating, completions, prompts), headers)
+            # A long prompt's are many; the event loop goes on meanwhile.
+            return await asyncio.to_thread(
+                lambda: json_response(answer.whole(generating, completions, prompts), headers)
+            )
     queued_s = time.monotonic() - generating.record.arrival_s
     so_far = {"server-timing": f"queued;dur={queued_s * 1000:.3f}"}
     events = answer.chunks(generating, prompts)

@@ -19,7 +19,7 @@ from ropeway.server.answering import respond
 from ropeway.server.auth import caller_of
 from ropeway.server.chatting import Chat, ChoiceReaders, prepare_chat, read_message, text_of
 from ropeway.server.generating import Generating
-from ropeway.server.logprobs import chat_logprobs
+from ropeway.server.logprobs import chat_logprobs, prompt_logprobs
 from ropeway.server.options import request_options
 from ropeway.server.protocol import (
     AssistantMessage,
@@ -73,7 +73,11 @@ class ChatAnswer:
     ) -> dict[str, Any]:
         usage = self._usage_of(generating, [each.token_ids for each in completions])
         body = {**self._frame, "choices": [self._whole_choice(each) for each in completions], "usage": usage}
-        return {**body, "prompt_token_ids": prompts[0]} if self._token_ids else body
+        if self._token_ids:
+            body["prompt_token_ids"] = prompts[0]
+        if (told := generating.prompt_logprobs(0)) is not None:
+            body["prompt_logprobs"] = prompt_logprobs(told, self._tokenizer)
+        return body
 
     def _whole_choice(self, completion: Completion) -> ChatChoice:
         assert completion.finish_reason is not None

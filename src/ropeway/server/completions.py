@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -13,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.engine.client import Delta
-from ropeway.errors import InvalidRequest, RopewayError
-from ropeway.request import Completion
+from ropeway.errors import RopewayError
+from ropeway.request import Completion, FinishReason, TokenLogprob
 from ropeway.server.answering import respond
 from ropeway.server.auth import caller_of
 from ropeway.server.chat import worth_a_chunk
 from ropeway.server.generating import Generating, check_choices
-from ropeway.server.logprobs import CompletionLogprobWriter
+from ropeway.server.logprobs import CompletionLogprobWriter, prompt_logprobs
 from ropeway.server.options import request_options
 from ropeway.server.prompts import Prompt, Prompts, split_prompts
-from ropeway.server.protocol import CompletionChoice, CompletionRequest
-from ropeway.server.sampling import chooses, completion_params
+from ropeway.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, UsageBody
+from ropeway.server.sampling import chooses, completion_params, scores
 from ropeway.server.state import State, state_of
 from ropeway.server.streaming import DONE, error_event, event
 from ropeway.server.structure import grammar_of
@@ -35,8 +36,6 @@ async def create_completion(request: Request) -> Response:
     body = await state.read(request, CompletionRequest)
     options = request_options(body, request.headers, state.engine.info.tiers, arrival_s, caller_of(request))
     model = state.model_name(body.model)
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo with logprobs is not supported: a prompt's own are not computed", param="echo")
     params = completion_params(body, state.sampling_defaults, grammar=grammar_of(body))
     given = split_prompts(body.prompt)
     check_choices(len(given), params.n, state.most_requests)  # before they cost anything
@@ -73,8 +72,10 @@ class CompletionAnswer:
     def __init__(self, state: State, body: CompletionRequest, model: str, echoes: Sequence[str] | None) -> None:
         """``echoes``: what the choices of each prompt begin with."""
         self._echoes = echoes
+        self._scores = scores(body)
         self._best_of = body.best_of if chooses(body) else None
-        self._told_logprobs = body.logprobs is not None
+        self._logprobs = body.logprobs
+        self._prompt_logprobs = body.prompt_logprobs
         self._tokenizer = state.engine.tokenizer
         self._skip_special_tokens = body.skip_special_tokens is not False
         self._token_ids = bool(body.return_token_ids) or self._tokenizer is None
@@ -92,13 +93,9 @@ class CompletionAnswer:
     def whole(
         self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
     ) -> dict[str, Any]:
-        choices = []
-        for each in completions if self._best_of is None else self._best(completions, self._best_of):
-            choice = self._choice(each)
-            if self._token_ids:
-                choice.prompt_token_ids = prompts[each.index // self._n]
-            choices.append(choice)
-        return {**self._frame, "choices": choices, "usage": generating.usage()}
+        told = completions if self._best_of is None else self._best(completions, self._best_of)
+        choices = [self._first_choice(each, generating, prompts) for each in told]
+        return {**self._frame, "choices": choices, "usage": self._usage_of(generating)}
 
     async def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]:
         frame = {**self._frame, "usage": None} if self._usage else self._frame
@@ -108,13 +105,16 @@ class CompletionAnswer:
                 first = delta.index not in begun
                 if not worth_a_chunk(delta, delta.text or (first and self._echoes), self._token_ids):
                     continue
-                choice = self._choice(delta, first=first)
-                if self._token_ids and first:
-                    choice.prompt_token_ids = prompts[delta.index // self._n]
                 begun.add(delta.index)
+                if not first:
+                    choice = self._choice(delta)
+                elif self._echoes and self._logprobs is not None:  # a long prompt's are many
+                    choice = await asyncio.to_thread(self._first_choice, delta, generating, prompts)
+                else:
+                    choice = self._first_choice(delta, generating, prompts)
                 yield event({**frame, "choices": [choice]})
         if self._usage:
-            yield event({**frame, "choices": [], "usage": generating.usage()})
+            yield event({**frame, "choices": [], "usage": self._usage_of(generating)})
         yield DONE
 
     def broken(self, error: RopewayError) -> bytes:
@@ -130,24 +130,55 @@ class CompletionAnswer:
                 best.append(each)
         return best
 
-    def _choice(self, piece: Completion | Delta, *, first: bool = True) -> CompletionChoice:
-        """``first``: of what is told of the choice."""
-        logprobs = None
-        if piece.logprobs is not None and self._told_logprobs:
-            writer = self._writers.get(piece.index)
-            if writer is None:
-                writer = self._writers[piece.index] = CompletionLogprobWriter(
-                    self._tokenizer, self._skip_special_tokens
-                )
-            logprobs = writer.write(piece.logprobs)
+    def _first_choice(
+        self, piece: Completion | Delta, generating: Generating, prompts: Sequence[list[int]]
+    ) -> CompletionChoice:
+        """With all that is told of its prompt."""
+        if self._scores:
+            piece = Completion(piece.index, logprobs=[], finish_reason=FinishReason.LENGTH)
+        position = piece.index // self._n
+        logprobs, told = None, generating.prompt_logprobs(position)
+        if self._echoes and self._logprobs is not None and told is not None:
+            logprobs = CompletionLogprobs()
+            ours = _cut(told, self._logprobs)
+            self._writer(piece.index).write_prompt(logprobs, prompts[position], ours, self._echoes[position])
+        choice = self._choice(piece, logprobs)
+        if self._echoes:
+            choice.text = self._echoes[position] + choice.text
+        if self._token_ids:
+            choice.prompt_token_ids = prompts[position]
+        if self._prompt_logprobs is not None and told is not None:
+            choice.prompt_logprobs = prompt_logprobs(_cut(told, self._prompt_logprobs), self._tokenizer)
+        return choice
+
+    def _choice(self, piece: Completion | Delta, logprobs: CompletionLogprobs | None = None) -> CompletionChoice:
+        """``logprobs``: those before the piece's own."""
+        if piece.logprobs is not None and self._logprobs is not None:
+            logprobs = logprobs or CompletionLogprobs()
+            self._writer(piece.index).write(logprobs, piece.logprobs)
         return CompletionChoice(
             index=piece.index,
-            text=self._echoes[piece.index // self._n] + piece.text if self._echoes and first else piece.text,
+            text=piece.text,
             logprobs=logprobs,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self._token_ids else UNSET,
         )
+
+    def _writer(self, index: int) -> CompletionLogprobWriter:
+        if index not in self._writers:
+            self._writers[index] = CompletionLogprobWriter(self._tokenizer, self._skip_special_tokens)
+        return self._writers[index]
+
+    def _usage_of(self, generating: Generating) -> UsageBody:
+        usage = generating.usage()
+        if self._scores:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+
+def _cut(told: Sequence[TokenLogprob | None], most: int) -> list[TokenLogprob | None]:
+    return [None if each is None else each.cut(most) for each in told]
 
 
 def _mean_logprob(completion: Completion) -> float:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from ropeway.engine.client import AsyncEngine, Delta, Generation, RequestOptions, Usage, error_of
 from ropeway.errors import InvalidRequest, RopewayError
-from ropeway.request import Completion, FinishReason, SamplingParams
+from ropeway.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from ropeway.server.errors import ClientGone
 from ropeway.server.explaining import Record, Records
 from ropeway.server.keys import Lease
@@ -50,6 +50,7 @@ class Generating:
         self._cancelled: RopewayError | None = None
         self._record, self._records = record, records
         self._generations: list[Generation] = []
+        self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prompts)
         try:
             check_choices(len(prompts), params.n, most)
             for prompt in prompts:
@@ -111,6 +112,8 @@ class Generating:
                 async for position, delta in merged:
                     self._stopwatches[position].saw(delta)
                     delta.index += position * self._n
+                    if delta.prompt_logprobs is not None:
+                        self._prompt_logprobs[position] = delta.prompt_logprobs
                     self._record.saw(delta.index, delta)
                     self._check(delta)
                     yield delta
@@ -134,6 +137,10 @@ class Generating:
                     completion.finish_reason = delta.finish_reason
                     completion.stop_reason = delta.stop_reason
         return completions
+
+    def prompt_logprobs(self, prompt: int) -> list[TokenLogprob | None] | None:
+        """Known by the first token of any of its choices. None: nobody asked."""
+        return self._prompt_logprobs[prompt]
 
     def usage(self) -> UsageBody:
         """Complete once every choice has finished."""

@@ -107,6 +107,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Give the token ids of the prompt and of every choice, beside their text."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its beginning-of-text token (chat: default off, the template does it)."""
+    prompt_logprobs: int | None = None
+    """Tell the log-probabilities of the prompt's tokens and of so many likeliest ones at their places; vLLM's. Not in
+    a stream."""
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
@@ -148,7 +151,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: int | None = None
     """Generate so many, and answer with the ``n`` likeliest (by the mean log-probability of their tokens)."""
     echo: bool | None = None
-    """Begin every choice with its prompt."""
+    """Begin every choice with its prompt; with ``logprobs`` those of the prompt, too, and with ``max_tokens`` 0 nothing
+    else."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -210,13 +214,22 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Columns over the tokens of a choice (of a chunk, in a stream)."""
+    """Columns over the tokens of a choice (of a chunk, in a stream). Nothing is known of a prompt's first token."""
 
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
     """Characters of the choice's text before the token."""
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """vLLM's."""
+
+    logprob: float
+    rank: int
+    """1: no token is likelier."""
+    decoded_token: str
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -284,6 +297,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    """Token id -> what is known of it, for every token of the prompt; null for the first."""
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _FROM_REQUEST = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *("seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
 )
 _DEFAULTS = (*_FROM_MODEL, "presence_penalty", "frequency_penalty")
 _COMPLETION_MAX_TOKENS = 16
@@ -114,11 +114,18 @@ def completion_params(
     max_tokens = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.max_tokens is None and request.min_tokens is not None:
         max_tokens = max(max_tokens, request.min_tokens)
-    params = _params(request, defaults, max_tokens, request.logprobs, grammar)
+    params = _params(request, defaults, 1 if scores(request) else max_tokens, request.logprobs, grammar)
+    if request.echo and params.logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
     if not chooses(request):
         return params
     ranked_by = 0 if params.logprobs is None else params.logprobs
     return msgspec.structs.replace(params, n=request.best_of, logprobs=ranked_by)
+
+
+def scores(request: CompletionRequest) -> bool:
+    """Whether nothing is asked for but the prompt itself. One token is made all the same, and not told."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def chooses(request: CompletionRequest) -> bool:
@@ -143,6 +150,11 @@ def _params(
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> SamplingParams:
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest(
+            "prompt_logprobs cannot be streamed; leave out stream, or use echo and logprobs of /v1/completions",
+            param="prompt_logprobs",
+        )
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     given = {name: value for name in _FROM_REQUEST if (value := getattr(request, name)) is not None}
