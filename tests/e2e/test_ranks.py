@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +22,8 @@ from ropeway.errors import ConfigError, EngineDead
 from ropeway.execution.ranks import leader as leader_of
 from ropeway.execution.ranks.cutting import Cutter
 from ropeway.execution.ranks.executor import RanksExecutor
+from ropeway.execution.ranks.links import Links
+from ropeway.execution.ranks.messages import Meeting, RankFailed, decode_sign
 from ropeway.parallel.overlap import Overlapping
 from tests.e2e.test_lifecycle import stream
 from tests.support.chat_model import tiny_chat_model
@@ -222,6 +227,31 @@ def test_what_a_rank_cannot_load_is_told_with_its_number(monkeypatch: pytest.Mon
     monkeypatch.setattr(leader_of, "Load", lambda config, path, ranks: real(config, str(tmp_path), ranks))
     with pytest.raises(Exception, match=r"rank 1: .*config.json"):
         ranked(2)
+
+
+LAST_WORDS = """
+import sys
+
+import msgspec
+
+from ropeway.execution.ranks.follower import Signs, fail
+from ropeway.execution.ranks.messages import Meeting
+fail(Signs(msgspec.json.decode(sys.argv[1], type=Meeting)), ValueError("why it ended " * 100_000))
+"""
+
+
+def test_a_rank_ends_only_when_why_is_on_its_way(tmp_path: Path) -> None:
+    meeting = Meeting(rank=1, size=2, control="", signs=f"ipc://{tmp_path}/signs", timeout_s=30)
+    links = Links()
+    signs = links.listen(meeting.signs)
+    for _ in range(5):
+        rank = subprocess.run([sys.executable, "-c", LAST_WORDS, msgspec.json.encode(meeting)], stderr=subprocess.DEVNULL)
+        assert rank.returncode == 1
+        said = []
+        while signs.poll(1000) and not (said and isinstance(said[-1], RankFailed)):
+            said.append(decode_sign(signs.recv_multipart()[1]))
+        assert "why it ended" in said[-1].message
+    links.close()
 
 
 @pytest.mark.parametrize(("how", "said"), [("SIGKILL", r"rank \d"), ("SIGSTOP", "rank 1 has not been heard of")])

@@ -52,16 +52,21 @@ _CONSEQUENCE_S = 1.0
 """A collective that breaks does so because another rank has failed, mostly: so long rank 0 has to find out which, and
 to end this one."""
 
+_LINGER_MS = 1000
+"""For the last words to reach rank 0's machine."""
+
 M = TypeVar("M", Load, MakePool, MakeWorker)
 
 
 class Signs:
     """Signs of life, on a thread of their own that has its socket to itself."""
 
-    def __init__(self, socket: Socket, patience_s: float) -> None:
-        """``patience_s``: how long rank 0 may keep this one waiting for its first sign."""
-        self._socket = socket
-        self._patience_s = patience_s
+    def __init__(self, meeting: Meeting) -> None:
+        self._links = Links(meeting.secret)
+        """Not those of the rest of the process: it ends when these last words are out, wherever the rest stands."""
+        self._socket = self._links.connect(meeting.signs, meeting.rank)
+        self._patience_s = meeting.timeout_s
+        """How long rank 0 may keep this one waiting for its first sign."""
         self._failures: queue.SimpleQueue[RankFailed] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._exchange, name="signs", daemon=True)
         self._thread.start()
@@ -79,7 +84,7 @@ class Signs:
             now = time.monotonic()
             with contextlib.suppress(queue.Empty):
                 self._send(self._failures.get_nowait())
-                self._socket.close(linger=1000)
+                self._links.close(_LINGER_MS)
                 return
             if now - sent_s >= BEAT_S:
                 sent_s = now
@@ -182,7 +187,7 @@ def main() -> int:
     )
     links = Links(meeting.secret)
     control = links.connect(meeting.control, meeting.rank)
-    signs = Signs(links.connect(meeting.signs, meeting.rank), meeting.timeout_s)
+    signs = Signs(meeting)
     control.send(encode(Join(meeting.rank, __version__)))
     try:
         Follower(meeting, control, signs).run()

@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 _STOP_S = 5.0
 _LINGER_MS = 1000
 """For what is still on its way to other hosts."""
+_LAST_WORDS_MS = 500
+"""A process that tells why it ends may be seen ended first."""
 _CAUSE_S = 2.0
 """A broken collective is seen before its cause; how long to wait for that."""
 
@@ -263,7 +265,7 @@ class Leader:
         """The first reason counts. ``last``: unless the rank's last words are still on their way."""
         if self._failure is not None:
             return
-        if last and self._signs.poll(100):
+        if last and self._signs.poll(_LAST_WORDS_MS):
             return
         log.error("%s", error.message)
         self._failure = error
