@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -74,17 +75,23 @@ class Server:
 
 
 @contextmanager
-def running(model: str, *flags: str) -> Iterator[Server]:
-    """Started on entering, ready; ended, with everything it started, on leaving."""
+def running(model: str, *flags: str, python: Path | str = sys.executable, bare: bool = False) -> Iterator[Server]:
+    """Started on entering, ready; ended, with everything it started, on leaving. ``bare``: with nothing in reach that
+    ``python`` does not have itself."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         ports = free_port(), free_port()
         command = [
-            *(sys.executable, "-m", "ropeway", "serve", model, "--served-model-name", "model"),
+            *(str(python), "-m", "ropeway", "serve", model, "--served-model-name", "model"),
             *("--port", str(ports[0]), "--management-port", str(ports[1])),
             *flags,
         ]
-        with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        place = folder if bare else None
+        environment = {name: value for name, value in os.environ.items() if not bare or name != "PYTHONPATH"}
+        with (
+            log.open("wb") as out,
+            subprocess.Popen(command, stdout=out, stderr=out, cwd=place, env=environment) as process,
+        ):
             server = Server(*ports, process, log, flags=flags)
             try:
                 server.until_ready()

@@ -1,4 +1,4 @@
-"""What may not grow: memory with the number of requests, time with the length of an answer."""
+"""What may not grow: memory with the number of requests, time with the length of an answer or the way to it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import tracemalloc
 
 import pytest
 
+from benchmarks.through_http import measure
 from ropeway import SamplingParams
 from ropeway.engine.completions import CompletionText
+from tests.support.gguf_files import smollm2
 from tests.support.llms import idle, tiny_llm
 from tests.support.scripted_engine import SCRIPT, scripted_tokenizer
 
@@ -53,3 +55,14 @@ def test_a_token_costs_the_same_at_the_end_of_a_long_answer_as_at_its_beginning(
         early.append(times[1100] - times[100])
         late.append(times[-1] - times[-1001])
     assert min(late) < 2 * min(early)
+
+
+@pytest.mark.report("vllm-project/vllm#580")
+@pytest.mark.report("vllm-project/vllm#1707")
+@pytest.mark.report("vllm-project/vllm#4806")
+@pytest.mark.report("vllm-project/vllm#9113")
+@pytest.mark.report("vllm-project/vllm#14538")
+def test_the_server_is_not_half_as_fast_as_the_engine() -> None:
+    ratios = measure(str(smollm2()), requests=96, turns=2)
+    assert ratios["whole"] > 0.7
+    assert ratios["streamed"] > 0.6

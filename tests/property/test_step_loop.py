@@ -265,7 +265,7 @@ def test_the_workloads_went_through_everything() -> None:
     print(dict(sorted(seen.items())))
     assert seen["workloads"] >= WORKLOADS * 0.9
     for event in (
-        *("prefix hits", "cut prompts", "wasted: end_token", "wasted: disconnect", "wasted: refused"),
+        *("prefix hits", "cut prompts", "wasted: eos", "wasted: disconnect", "wasted: refused"),
         *("swapped out", "swapped in", "swap preemptions", "recompute preemptions", "admission preemptions"),
         *("shed", "queue_full", "queue_timeout", "deadline_exceeded", "wasted: padding"),
         *("host hits", "disk hits", "disk loads", "failed disk loads", "failed disk saves", "restarts"),

@@ -85,6 +85,19 @@ def test_the_model_is_told_of_the_tools(qwen: Served) -> None:
     assert params.grammar is None  # it may call, and need not
 
 
+def test_a_strict_tool_that_need_not_be_called_is_called_by_its_schema(qwen: Served) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    ask(qwen, "Hi", tools=[ADD, strict])
+    grammar = qwen.engine.submitted[-1][1].grammar
+    assert grammar is not None
+    assert grammar.after == "</think>"
+    assert grammar.text.startswith("start: (before called)* TEXT?")
+    ask(qwen, "Hi", tools=[ADD, strict], parallel_tool_calls=False)
+    grammar = qwen.engine.submitted[-1][1].grammar
+    assert grammar is not None
+    assert grammar.text.startswith("start: (before called)? TEXT?")
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [("required", ["get_weather", "add"]), ({"type": "function", "function": {"name": "add"}}, ["add"])],

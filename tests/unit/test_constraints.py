@@ -12,6 +12,7 @@ from ropeway.engine.masking import Masking
 from ropeway.errors import InvalidRequest
 from ropeway.grammar import MAX_GRAMMAR, Grammar
 from ropeway.request import Request, SamplingParams
+from ropeway.text.answers.tools import Hermes, Tool
 from ropeway.text.constraints import Constraint, ConstraintCompiler
 from ropeway.text.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level
@@ -45,12 +46,32 @@ def takes(compiler: ConstraintCompiler, tokenizer: Tokenizer, grammar: Grammar, 
     return EOS in allowed(compiler, constraint)
 
 
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 3}, "s": {"enum": ["a", "bé"]}},
     "required": ["n"],
     "additionalProperties": False,
 }
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_text_may_have_calls_and_those_of_strict_tools_keep_their_schema(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer, several: bool
+) -> None:
+    tools = [Tool(name="f", parameters=SCHEMA, strict=True), Tool(name="g", parameters=SCHEMA)]
+    rules = Hermes().free_grammar(tools, several=several)
+    assert rules is not None
+    grammar = Grammar.lark(rules)
+    good, bad = call("f", '{"n": 3}'), call("f", '{"n": 2}')
+    for text in ("", "no call", "a < b, <tool_cal", f"Well.\n{good}", good, call("g", '{"x": [1]}'), f"{good}\n"):
+        assert takes(compiler, tokenizer, grammar, text)
+    for text in (bad, f"Well. {bad}", call("h", "{}"), good[:-1], "<tool_call>", call("g", "7")):
+        assert not takes(compiler, tokenizer, grammar, text)
+    assert takes(compiler, tokenizer, grammar, f"{good}\n{good} bye") == several
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ FROM_ENGINE: list[FromEngine] = [
     Stats(
         running=1,
         waiting=2,
-        wasted_rows={"end_token": 3},
+        wasted_rows={"eos": 3},
         tiers={"batch": TierStats(swapped=1, refused={"shed": 2}, preemptions={"swap": 3}, predicted_tokens=40)},
         disk_failure="read-only",
         reservation=0.25,

@@ -116,7 +116,7 @@ def test_an_end_token_seen_late_costs_one_row_that_is_dropped_and_counted() -> N
     assert [(f.id, f.reason, f.end_token) for f in output.finished] == [(request.id, FinishReason.STOP, 3)]
     assert line.pool.live == 0
     assert len(line.settle(second).ids) == 0
-    assert line.scheduler.wasted_rows == {"end_token": 1}
+    assert line.scheduler.wasted_rows == {"eos": 1}
 
 
 # ---------------------------------------------------------------------- admission

@@ -102,7 +102,7 @@ def test_planned_ahead_an_end_token_is_found_a_step_late_and_costs_a_row():
     settings = _ahead(replay_settings(trace, COST, SchedulerConfig(shed=False)), 1)
     ahead = replay(trace, settings)
     assert ahead.recording.recorder.e2e_s[0] == pytest.approx(run(trace).recording.recorder.e2e_s[0], rel=1e-9)
-    assert ahead.stats[0].wasted_rows == {"end_token": 1}
+    assert ahead.stats[0].wasted_rows == {"eos": 1}
     assert ahead.usage.steps == 6
 
 

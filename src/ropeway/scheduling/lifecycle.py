@@ -257,7 +257,7 @@ class Lifecycle:
         ledger.predicted_tokens += request.predicted_tokens
         ledger.output_tokens += output
         reason = FinishReason.STOP if met else FinishReason.LENGTH
-        timeline = self.end(request, reason, "end_token", now, pad=pad and request.slot >= 0)
+        timeline = self.end(request, reason, "eos", now, pad=pad and request.slot >= 0)
         return Finished(request.id, reason, token if met else None, timeline=timeline)
 
     def refuse(self, request: Request, refusal: Refusal, code: str, now: float) -> Finished:

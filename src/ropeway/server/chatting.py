@@ -97,9 +97,9 @@ async def prepare_chat(state: State, body: ChatCompletionRequest) -> Chat:
 
 def _grammar(use: ToolUse, writing: Writing, answer: Grammar | None, after: str) -> Grammar | None:
     """An answer that must call a tool, or may where the answer itself has to look like something."""
-    if use.forced:
+    if use.forced or answer is None:
         return use.grammar(writing, after)
-    if answer is None or not use.tools or answer.kind != "json_schema" or writing.tools is None:
+    if not use.tools or answer.kind != "json_schema" or writing.tools is None:
         return answer
     calls = writing.tools.grammar(use.tools, several=use.several).replace("start:", "calls:", 1)
     schema = json.dumps(told_plainly(json.loads(answer.text)))

@@ -13,7 +13,7 @@ from ropeway.engine.client import AsyncEngine
 from ropeway.engine.messages import Stats, TierStats
 from ropeway.engine.supervision import restarts_of
 
-_NO_WASTE = dict.fromkeys(("end_token", "stop_string", "disconnect", "cancel"), 0)
+_NO_WASTE = dict.fromkeys(("eos", "stop_string", "disconnect", "cancel"), 0)
 _NO_REFUSALS = dict.fromkeys(("shed", "queue_full", "queue_timeout", "deadline_exceeded"), 0)
 _NO_PREEMPTIONS = dict.fromkeys(("swap", "recompute"), 0)
 """Labels that are always shown."""

@@ -171,7 +171,9 @@ def _tool(tool: ResponsesTool, place: str) -> ToolDefinition:
     if tool.name is None:
         raise InvalidRequest(f"{place}.name is required", param="tools")
     return ToolDefinition(
-        function=FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters)
+        function=FunctionDefinition(
+            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        )
     )
 
 

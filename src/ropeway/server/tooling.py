@@ -40,10 +40,15 @@ class ToolUse:
         return [tool.name for tool in self.tools]
 
     def grammar(self, writing: Writing, after: str) -> Grammar | None:
-        """Of an answer that calls a tool, where one must be called."""
-        if not self.forced or writing.tools is None:
+        """Of an answer that calls a tool, where one must be called; that may call one, where one is strict."""
+        if writing.tools is None:
             return None
-        return Grammar.lark(writing.tools.grammar(self.tools, several=self.several), after=after)
+        if self.forced:
+            return Grammar.lark(writing.tools.grammar(self.tools, several=self.several), after=after)
+        if not any(tool.strict for tool in self.tools):
+            return None
+        rules = writing.tools.free_grammar(self.tools, several=self.several)
+        return None if rules is None else Grammar.lark(rules, after=after)
 
     def instructed(self, messages: Sequence[Mapping[str, Any]], writing: Writing) -> list[Mapping[str, Any]]:
         """The messages, with a word on the tools where the chat template has none."""
@@ -125,7 +130,12 @@ def _checked(given: Sequence[ToolDefinition]) -> list[Tool]:
         if any(tool.name == function.name for tool in tools):
             raise InvalidRequest(f"two tools have the name {function.name}", param="tools")
         tools.append(
-            Tool(name=function.name, description=function.description or "", parameters=function.parameters or None)
+            Tool(
+                name=function.name,
+                description=function.description or "",
+                parameters=function.parameters or None,
+                strict=bool(function.strict),
+            )
         )
     return tools
 

@@ -23,6 +23,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     description: str = ""
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments; None: it takes none."""
+    strict: bool = False
+    """Whether the schema is kept even where the model may call or not."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -44,6 +46,11 @@ class ToolFormat(Protocol):
         """Rules (see ``Grammar.lark``) of an answer that calls one of the tools, or ``several``."""
         ...
 
+    def free_grammar(self, tools: Sequence[Tool], *, several: bool) -> str | None:
+        """The same of any text with or without calls; those of ``strict`` tools have the arguments of their schemas.
+        None: there is no telling where a call begins."""
+        ...
+
 
 class Hermes:
     """``<tool_call> {"name": ..., "arguments": {...}} </tool_call>``, one after the other (Hermes 2 Pro, Qwen 2.5 and
@@ -61,6 +68,16 @@ class Hermes:
             lambda name: ('<tool_call>\n{"name": ' + name + ', "arguments": ', "}\n</tool_call>"),
             between="\n" if several else None,
         )
+
+    def free_grammar(self, tools: Sequence[Tool], *, several: bool) -> str | None:
+        mark = "<tool_call>"
+        calls = _grammar(
+            [_as_called_freely(tool) for tool in tools],
+            lambda name: ('\n{"name": ' + name + ', "arguments": ', "}\n</tool_call>"),
+            between=None,
+        )
+        begin = f"start: (before called){'*' if several else '?'} TEXT?\nbefore[suffix={json.dumps(mark)}]: {_ANY}"
+        return f"{begin}\nTEXT: /(.|\\n)+/ & ~/(.|\\n)*{mark}(.|\\n)*/\n{calls.replace('start:', 'called:', 1)}"
 
 
 class Llama3:
@@ -80,6 +97,9 @@ class Llama3:
             between="; " if several else None,
         )
 
+    def free_grammar(self, tools: Sequence[Tool], *, several: bool) -> str | None:
+        return None
+
 
 class DeepSeek:
     """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`` between marks for all of them (V3.1); V3 and
@@ -95,18 +115,27 @@ class DeepSeek:
         return _DeepSeekReader()
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
-        def around(name: str) -> tuple[str, str]:
-            plain = json.loads(name)
-            if self._version == "v3":
-                return f"{_BEGIN}function{_SEPARATOR}{plain}\n```json\n", f"\n```{_END}"
-            return f"{_BEGIN}{plain}{_SEPARATOR}", _END
+        return _grammar(tools, self._around, between="" if several else None, begin=_ALL_BEGIN, end=_ALL_END)
 
-        return _grammar(tools, around, between="" if several else None, begin=_ALL_BEGIN, end=_ALL_END)
+    def free_grammar(self, tools: Sequence[Tool], *, several: bool) -> str | None:
+        called = self.grammar([_as_called_freely(tool) for tool in tools], several=several)
+        return f"start: TEXT? called?\nTEXT: /(.|\\n)+/\n{called.replace('start:', 'called:', 1)}"
+
+    def _around(self, name: str) -> tuple[str, str]:
+        plain = json.loads(name)
+        if self._version == "v3":
+            return f"{_BEGIN}function{_SEPARATOR}{plain}\n```json\n", f"\n```{_END}"
+        return f"{_BEGIN}{plain}{_SEPARATOR}", _END
 
 
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_ANY = r"/(.|\n)*/"
 _MARKS = (_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END)
+
+
+def _as_called_freely(tool: Tool) -> Tool:
+    return tool if tool.strict else Tool(name=tool.name, parameters={"type": "object"})
 
 
 def _grammar(tools: Sequence[Tool], around: Any, *, between: str | None, begin: str = "", end: str = "") -> str:
