@@ -66,8 +66,8 @@ def _main(json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE
         environment = folder / "opt" / "ropeway"
         _run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", name, str(ROOT))
         (wheel,) = folder.glob("ropeway-*.whl")
-        _run(sys.executable, "-m", "venv", str(environment))
-        _run(str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", str(wheel))
+        _run(_python() or sys.executable, "-m", "venv", "--without-pip", str(environment))
+        _run(sys.executable, "-m", "pip", "--python", str(environment), "install", "--quiet", str(wheel))
         figures = {"wheel": wheel.name, "bare environment": _serve_bare(environment)}
         typer.echo(f"{wheel.name} serves in a bare environment")
         if reason := _why_not():
@@ -104,16 +104,27 @@ def _serve_unit(folder: Path) -> dict[str, Any]:
         main.kill()
         main.wait(10)
         figures["back_s"] = _until(lambda: _is_ready(ready))
+        figures["restarts"] = int(control("systemctl", "show", "ropeway", "--value", "-p", "NRestarts"))
         with _streaming(url, first) as lines:
             control("systemctl", "stop", "ropeway")
         if lines[-1] != "data: [DONE]":
             raise RuntimeError("a stream was cut off by systemctl stop")
-        shown = control("systemctl", "show", "ropeway", "-p", "Result,NRestarts,ExecMainStatus")
-        return {**figures, **dict(line.split("=", 1) for line in shown.split())}
+        figures["result"] = control("systemctl", "show", "ropeway", "--value", "-p", "Result").strip()
+        return figures
+
+
+def _python() -> str | None:
+    """A Python of this version that other users can run too: one in a home folder is hidden from the unit."""
+    own = Path(sys.executable).resolve()
+    if not own.is_relative_to("/root") and not own.is_relative_to("/home"):
+        return str(own)
+    return shutil.which(f"python3.{sys.version_info.minor}", path="/usr/local/bin:/usr/bin")
 
 
 def _why_not() -> str | None:
     """Why the unit cannot be tried here."""
+    if _python() is None:
+        return "Python is in a home folder, which the unit must not see"
     if os.geteuid() != 0:
         return "only root may start one"
     if not _SYSTEMD.exists() or shutil.which("unshare") is None or shutil.which("nsenter") is None:
@@ -173,7 +184,8 @@ def _booted(folder: Path) -> Iterator[Control]:
         try:
             yield control
         except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{log.read_text(errors='replace')[-2000:]}") from error
+            status = control("sh", "-c", "systemctl status ropeway || true")
+            raise RuntimeError(f"{error}\n{status}\n{log.read_text(errors='replace')[-2000:]}") from error
         finally:
             init.kill()  # and with it all of its namespace
 

@@ -245,7 +245,9 @@ def test_a_rank_ends_only_when_why_is_on_its_way(tmp_path: Path) -> None:
     links = Links()
     signs = links.listen(meeting.signs)
     for _ in range(5):
-        rank = subprocess.run([sys.executable, "-c", LAST_WORDS, msgspec.json.encode(meeting)], stderr=subprocess.DEVNULL)
+        rank = subprocess.run(
+            [sys.executable, "-c", LAST_WORDS, msgspec.json.encode(meeting)], stderr=subprocess.DEVNULL
+        )
         assert rank.returncode == 1
         said = []
         while signs.poll(1000) and not (said and isinstance(said[-1], RankFailed)):
