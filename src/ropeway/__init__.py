@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ropeway.grammar import Grammar
-from ropeway.request import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from ropeway.request import BeamSearchParams, Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from ropeway.version import __version__
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "Completion",
     "FinishReason",
     "Grammar",

@@ -14,7 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from ropeway.config import Config
-from ropeway.engine.client import AsyncEngine, Delta, RequestOptions, Usage, error_of
+from ropeway.engine.beam_generation import BeamGeneration
+from ropeway.engine.beam_search import BeamSearch
+from ropeway.engine.client import AsyncEngine, Delta, Generation, RequestOptions, Usage, error_of
 from ropeway.engine.completions import CompletionText, Router
 from ropeway.engine.messages import NewRequest
 from ropeway.engine.startup import StartUp
@@ -22,7 +24,7 @@ from ropeway.engine.submission import Submitter
 from ropeway.errors import EngineDead, InvalidRequest
 from ropeway.loading.sources import resolve as resolve_source
 from ropeway.outcome import Refusal, StepOutput
-from ropeway.request import Completion, RequestOutput, SamplingParams
+from ropeway.request import BeamSearchParams, Completion, RequestOutput, SamplingParams
 from ropeway.settings import resolve as resolve_settings
 from ropeway.text.tokenizer import Tokenizer
 from ropeway.tiers import find_tier
@@ -61,6 +63,7 @@ class _Call:
             self.output.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            completion.cumulative_logprob, completion.score = delta.cumulative_logprob, delta.score
             self.output.cached_tokens = self.usage.cached_tokens
             self.open -= 1
 
@@ -69,6 +72,43 @@ class _Call:
         if self.refusal is not None:
             raise error_of(self.refusal)
         return self.output
+
+
+class _Search:
+    """One prompt of a ``beam_search`` call."""
+
+    def __init__(self, prompt: str | None, ids: Sequence[int], search: BeamSearch) -> None:
+        self.output = RequestOutput(prompt=prompt, prompt_token_ids=list(ids), outputs=[])
+        self.calls: list[_Call] = []
+        """What the engine has been asked for the next step."""
+        self._search = search
+
+    @property
+    def open(self) -> bool:
+        """Whether the engine has not answered yet."""
+        return any(call.open for call in self.calls)
+
+    @property
+    def over(self) -> bool:
+        return self._search.over
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return self._search.prompts
+
+    @property
+    def question(self) -> SamplingParams:
+        return self._search.question
+
+    def step(self) -> None:
+        """Go on with what the engine has answered; raises what it refused or ended a request with."""
+        answers = [call.result() for call in self.calls]
+        self.calls = []
+        if not self._search.tokens:
+            self.output.cached_tokens = answers[0].cached_tokens
+        self._search.step([answer.logprobs[0].top for answer in answers if answer.logprobs])
+        if self._search.over:
+            self.output.outputs = self._search.answers()
 
 
 class LLM:
@@ -130,12 +170,40 @@ class LLM:
 
         ``params``: one for all, or one per prompt; a model's own recommendations (generation_config.json) apply
         on the server only. Raises ``InvalidRequest`` before anything runs."""
-        texts: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item, assignment]
-        each = [params or SamplingParams()] * len(texts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(texts):
-            raise InvalidRequest(f"{len(each)} params for {len(texts)} prompts; give one for all, or one per prompt")
-        prepared = [(text if isinstance(text, str) else None, self._encode(text)) for text in texts]
+        prepared = self._encode_all(prompts)
+        each = [params or SamplingParams()] * len(prepared) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prepared):
+            raise InvalidRequest(f"{len(each)} params for {len(prepared)} prompts; give one for all, or one per prompt")
         return self._run([(text, ids, p) for (text, ids), p in zip(prepared, each, strict=True)], progress=progress)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The likeliest answers that a search finds to each prompt (text or token ids), in the given order of the
+        prompts; of each the best first, with their scores.
+
+        As many searches run at once as there are seats for all of their beams. Raises ``InvalidRequest`` before
+        anything runs."""
+        searches = [
+            _Search(text, ids, BeamSearch(ids, params, self.info, self.tokenizer))
+            for text, ids in self._encode_all(prompts)
+        ]
+        most = max(self.info.max_num_seqs // params.beam_width, 1)
+        waiting = deque(searches)
+        under_way: list[_Search] = []
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < most:
+                    under_way.append(waiting.popleft())
+                    self._ask(under_way[-1])
+                self._step()
+                for search in [each for each in under_way if not each.open]:
+                    search.step()
+                    if search.over:
+                        under_way.remove(search)
+                    else:
+                        self._ask(search)
+        finally:
+            self._abort([call for search in under_way for call in search.calls])
+        return [search.output for search in searches]
 
     def chat(
         self,
@@ -182,6 +250,11 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _encode_all(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, Sequence[int]]]:
+        """(its text if it was given as text, its token ids) of each."""
+        each: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else prompts  # type: ignore[list-item, assignment]
+        return [(prompt if isinstance(prompt, str) else None, self._encode(prompt)) for prompt in each]
+
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt)
@@ -223,6 +296,11 @@ class LLM:
         finally:
             self._abort(calls)
         return [call.result() for call in calls]
+
+    def _ask(self, search: _Search) -> None:
+        question = search.question
+        for ids in search.prompts:
+            search.calls.append(self._submit(None, self._prepare(ids, question)))
 
     def _prepare(self, ids: Sequence[int], params: SamplingParams) -> list[NewRequest]:
         """Of the lowest tier: nobody waits for one answer of many."""
@@ -275,15 +353,16 @@ class AsyncLLM:
         more urgent. Raises what the engine refuses it with, such as ``Shed``."""
         params, options = params or SamplingParams(), self._options(priority)
         ids = await asyncio.to_thread(self._encode, prompt)
-        generation = self.engine.submit(ids, params, options)
-        call = _Call(prompt if isinstance(prompt, str) else None, ids, params)
-        call.usage = generation.usage
-        try:
-            async for delta in generation:
-                call.add(delta)
-        finally:
-            generation.cancel()
-        return call.result()
+        return await _collect(self.engine.submit(ids, params, options), prompt, ids, params)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, *, priority: str | int | None = None
+    ) -> RequestOutput:
+        """The likeliest answers that a search finds to one prompt, the best first; ``priority`` as in ``generate``.
+        Raises what the engine refuses it with."""
+        options = self._options(priority)
+        ids = await asyncio.to_thread(self._encode, prompt)
+        return await _collect(BeamGeneration(self.engine, ids, params, options), prompt, ids, params.answers)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: str | int | None = None
@@ -320,6 +399,18 @@ class AsyncLLM:
         if self.engine.tokenizer is None:
             raise InvalidRequest(f"{self.engine.info.model} has no tokenizer; give the prompt as token ids")
         return self.engine.tokenizer.encode(prompt)
+
+
+async def _collect(generation: Generation, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+    """The whole output, however it comes; left early, it is aborted."""
+    call = _Call(prompt if isinstance(prompt, str) else None, ids, params)
+    call.usage = generation.usage
+    try:
+        async for delta in generation:
+            call.add(delta)
+    finally:
+        generation.cancel()
+    return call.result()
 
 
 def _settings(model: str, fields: Mapping[str, Any]) -> Config:

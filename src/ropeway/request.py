@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 """Largest ``logprobs`` (OpenAI's limit for ``top_logprobs``)."""
 MAX_N = 128
 """Largest ``n`` (OpenAI's limit)."""
+MAX_BEAM_WIDTH = 128
+"""Most beams of a search."""
 MAX_STOP = 16
 """Largest number of stop strings."""
 MAX_STOP_LENGTH = 1024
@@ -30,6 +32,8 @@ MAX_BAD_WORDS = 256
 """Largest number of ``bad_words``."""
 MAX_ALLOWED_TOKEN_IDS = 2**18
 """Largest number of ``allowed_token_ids``."""
+MAX_BEAM_LOGPROBS = 2 * MAX_BEAM_WIDTH + MAX_STOP_TOKEN_IDS
+"""Largest ``logprobs`` of a step of a beam search, which users don't ask for themselves."""
 
 
 class FinishReason(enum.StrEnum):
@@ -101,6 +105,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most tokens of reasoning between <think> and </think>; then the latter is forced. None: no limit."""
     thinking: bool = False
     """For ``thinking_budget``: whether the prompt ends within the reasoning."""
+    beam_step: int | None = None
+    """Which step of a beam search this is, from 0; None: of none. Such a request asks for one token, whose ``logprobs``
+    may be ``MAX_BEAM_LOGPROBS``; after the first one the search is under way and is not refused any more."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -129,9 +136,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower one or raise the other",
                 param="min_tokens",
             )
-        for name in ("logprobs", "prompt_logprobs"):
+        if self.beam_step is not None:
+            _whole("beam_step", self.beam_step, 0, 2**31 - 1)
+        for name, most in (
+            ("logprobs", MAX_LOGPROBS if self.beam_step is None else MAX_BEAM_LOGPROBS),
+            ("prompt_logprobs", MAX_LOGPROBS),
+        ):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _whole(name, getattr(self, name), 0, most)
         if len(self.stop) > MAX_STOP:
             raise InvalidRequest(f"{len(self.stop)} stop strings; the limit is {MAX_STOP}", param="stop")
         for stop in self.stop:
@@ -203,6 +215,62 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise InvalidRequest(
                     f"{name} names token id {worst}; this model's ids go from 0 to {size - 1}", param=name
                 )
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to search for likely answers. Names and meanings are those of vLLM; log-probabilities are the model's own.
+
+    Raises ``InvalidRequest`` (naming the field) on construction when a value is out of range.
+    """
+
+    beam_width: int
+    """Beginnings of answers that are followed at once."""
+    n: int | None = None
+    """How many of the answers are told, the best first; None: ``beam_width``."""
+    max_tokens: int | None = 16
+    """Most tokens of an answer; None: up to the context."""
+    length_penalty: float = 1.0
+    """An answer's score is its cumulative log-probability divided by its length to this power: above 0 favours long
+    answers, below 0 short ones. The length counts the prompt, and no end token."""
+    ignore_eos: bool = False
+    """Every end token of the model is an ordinary token."""
+    stop: tuple[str, ...] = ()
+    """Text that ends a beam; cut before it unless ``include_stop_str_in_output``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a beam like the model's own; honoured under ``ignore_eos`` too."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """None: none; k >= 0: of each token of an answer and of the k most likely ones at its place."""
+
+    def __post_init__(self) -> None:
+        _whole("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.n is not None:
+            _whole("n", self.n, 1, MAX_BEAM_WIDTH)
+            if self.n > self.beam_width:
+                raise InvalidRequest(
+                    f"n is {self.n}; it must be at most beam_width ({self.beam_width}), which finds so many answers",
+                    param="n",
+                )
+        _real("length_penalty", self.length_penalty, -10.0, 10.0)
+        checked = self.answers
+        for name in ("stop", "stop_token_ids"):
+            msgspec.structs.force_setattr(self, name, getattr(checked, name))
+
+    @property
+    def answers(self) -> SamplingParams:
+        """How many answers there are, how they end and what is told of them, as an ordinary request says it."""
+        return SamplingParams(
+            n=self.beam_width if self.n is None else self.n,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=self.logprobs,
+        )
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
@@ -392,11 +460,16 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string, or the id of the token, that ended it."""
+    cumulative_logprob: float | None = None
+    """Of a beam: the sum over its tokens, the end token included."""
+    score: float | None = None
+    """Of a beam: what the answers are ranked by; see ``BeamSearchParams.length_penalty``."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What ``LLM.generate`` returns for one prompt. The first completion's fields are at hand directly."""
+    """What ``LLM.generate`` and ``LLM.beam_search`` return for one prompt. The first completion's fields are at hand
+    directly."""
 
     prompt: str | None
     prompt_token_ids: list[int]

@@ -276,7 +276,6 @@ def test_unknown_fields_are_ignored_and_logged_once(http: httpx.Client, caplog: 
         ("modalities", ["text", "audio"], ["text"]),
         ("audio", {"voice": "x"}, None),
         ("suffix", "x", ""),
-        ("use_beam_search", True, False),
         ("truncate_prompt_tokens", 5, None),
     ],
 )
@@ -297,6 +296,8 @@ def test_a_field_not_served_is_refused_by_name_unless_it_is_off(
         (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f"}}], []),
         (COMPLETIONS, "tool_choice", "required", "auto"),
         ("/v1/responses", "prompt_logprobs", 0, None),
+        ("/v1/responses", "use_beam_search", True, False),
+        ("/v1/responses", "length_penalty", 2.0, 1.0),
         ("/v1/responses", "response_format", {"type": "json_object"}, {"type": "text"}),
     ],
 )

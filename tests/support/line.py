@@ -80,6 +80,7 @@ class Line:
         tenant: str = "",
         deadline_s: float | None = None,
         arrival_s: float | None = None,
+        beam_step: int | None = None,
     ) -> Request:
         """A new request with this prompt (or one of this length, of its own) and at most ``output`` tokens."""
         self._next_id += 1
@@ -89,7 +90,7 @@ class Line:
             id=self._next_id,
             tokens=np.array(prompt, dtype=np.int32),
             prompt_tokens=len(prompt),
-            params=SamplingParams(max_tokens=output),
+            params=SamplingParams(max_tokens=output, beam_step=beam_step),
             limit=len(prompt) + output,
             end_ids=end_ids,
             keys=keys,

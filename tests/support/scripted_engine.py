@@ -1,4 +1,5 @@
-"""An engine without a model: every completion is a script of tokens. For tests of what stands above the engine.
+"""An engine without a model: every completion is a script of tokens, and so is the likeliest beam of a search. For
+tests of what stands above the engine.
 
 Text, stop strings, limits and checks are those of the real client (``CompletionText``, ``Submitter``); only the
 tokens are made up.
@@ -152,7 +153,7 @@ class ScriptedGeneration:
                 return
 
     def _push(self, index: int, position: int) -> None:
-        token = self._engine.token(index, position)
+        token = self._engine.token(index, position + (self.params.beam_step or 0))
         last = position + 1 == self._limit
         ended = token == EOS and not self.params.ignore_eos and position + 1 > self.params.min_tokens
         finished = None
@@ -203,7 +204,7 @@ class ScriptedEngine:
         self.tokenizer = tokenizer
         self.info = EngineInfo(
             model="scripted", vocab_size=400, max_model_len=max_model_len, num_blocks=64, block_size=16,
-            max_num_seqs=max_num_seqs, tiers=list(DEFAULT_TIERS), warnings=list(warnings),
+            max_num_seqs=max_num_seqs, end_ids=[EOS], tiers=list(DEFAULT_TIERS), warnings=list(warnings),
         )  # fmt: skip
         self._encoder = scripted_tokenizer()
         self._submitter = Submitter(self.info)
@@ -262,7 +263,7 @@ class ScriptedEngine:
             raise EngineDead(self.failure)
         self._submitter.prepare(prompt, params, salt=options.cache_salt, tier=options.tier, tenant=options.tenant)
         count = sum(each.params.n for each in self.live)
-        if count + params.n > self.info.max_num_seqs + self._max_queue:
+        if not params.beam_step and count + params.n > self.info.max_num_seqs + self._max_queue:
             raise QueueFull(f"{count} requests are under way, {params.n} more were asked", retry_after_s=1.5)
         self.submitted.append((list(prompt), params, options))
         generation = ScriptedGeneration(self, prompt, params, options)

@@ -8,6 +8,7 @@ from ropeway.cache.keys import root_key
 from ropeway.outcome import Refusal
 from ropeway.request import FinishReason, Request
 from ropeway.scheduling.cost import StepCost
+from ropeway.scheduling.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from ropeway.tiers import Tier
 from tests.support.line import TOKEN, Line
 
@@ -385,3 +386,43 @@ def test_a_request_that_got_its_seat_in_time_is_left_alone() -> None:
     line.now = 50.0
     assert line.expire() == []
     assert request.slot >= 0
+
+
+# ---------------------------------------------------------------------- steps of beam searches
+
+
+def test_a_step_of_a_search_under_way_is_neither_refused_nor_given_up_while_it_waits() -> None:
+    line = Line(seats=1, tiers=(Tier(name="bounded", max_queue=0, queue_limit_s=3.0),))
+    line.add(4, 50, tier="bounded")
+    line.step()
+    assert error(line.offer(4, 1, tier="bounded", beam_step=0)) == "QueueFull"
+    assert line.offer(4, 1, tier="bounded", beam_step=1) is None
+    line.now = 100.0
+    assert line.expire() == []
+    late = line.request(4, 1, tier="bounded", beam_step=2, deadline_s=101.0)
+    assert line.scheduler.offer(late, line.now) is None
+    line.now = 102.0
+    assert [finished.refusal.error for finished in line.expire() if finished.refusal] == ["DeadlineExceeded"]
+
+
+def test_a_step_of_a_search_has_the_rank_of_its_arrival_and_an_account_of_its_own_time() -> None:
+    line = Line(seats=1)
+    line.add(4, 2)
+    line.step()
+    line.now = 10.0
+    other, first, step = line.add(4, 1), *(line.add(4, 1, beam_step=n, arrival_s=1.0) for n in (0, 1))
+    line.now = 12.0
+    line.run()
+    assert list(line.finished) == [1, first.id, step.id, other.id]
+    assert (line.timeline(first).queued_s, line.timeline(step).queued_s) == (11.0, 2.0)
+
+
+def test_a_search_s_prompt_is_charged_once_and_its_steps_say_nothing_of_lengths() -> None:
+    line = Line()
+    lengths, shares = line.scheduler.lengths, line.scheduler.waiting.lines[1].shares
+    before = lengths.mean(lengths.handle("standard", "a"))
+    for step in range(10):
+        line.add(20, 1, tenant="a", beam_step=step)
+        line.run()
+    assert lengths.mean(lengths.handle("standard", "a")) == before
+    assert shares.served("a") == 20 * PROMPT_WEIGHT + 10 * OUTPUT_WEIGHT

@@ -59,6 +59,7 @@ EVERY_FIELD = SamplingParams(
     prompt_logprobs=3,
     include_stop_str_in_output=True,
     skip_special_tokens=False,
+    beam_step=3,
 )
 LOGPROBS = LogprobColumns(
     row=np.array([1], dtype=np.int32),
@@ -153,6 +154,7 @@ FROM_ENGINE: list[FromEngine] = [
         num_blocks=9,
         block_size=16,
         max_num_seqs=8,
+        end_ids=[2, 7],
         load_s=0.5,
         tiers=list(DEFAULT_TIERS),
         warnings=["there is no swap_space"],

@@ -168,6 +168,7 @@ def assemble(
         num_blocks=sizes.num_blocks,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
+        end_ids=list(all_end_ids),
         load_s=time.monotonic() - began,
         weight_bytes=sum(each.weight_bytes for each in parts),
         kv_pool_bytes=pool.nbytes * ranks.size,

@@ -49,6 +49,9 @@ class Delta:
     ``cancel``; ``Generation.timelines`` has it a little later."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """With the first delta of the first completion, if they were asked for; None for the prompt's first token."""
+    cumulative_logprob: float | None = None
+    """Of a beam, as is ``score``; see ``Completion``."""
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -125,7 +128,8 @@ class AsyncEngine(Protocol):
         """Hand a request to the engine; never blocks. What the engine itself refuses, ``Generation.accepted`` tells.
 
         Raises ``InvalidRequest`` (empty prompt, ids outside the vocabulary), ``ContextLengthExceeded``
-        (prompt + max_tokens beyond ``info.max_model_len``), ``QueueFull`` (n counts n) or ``EngineDead``."""
+        (prompt + max_tokens beyond ``info.max_model_len``), ``QueueFull`` (n counts n; not for a search under way) or
+        ``EngineDead``."""
         ...
 
     async def record(self, on: bool) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -27,6 +28,13 @@ class CompletionText:
         """Log-probabilities of the prompt's tokens, by position."""
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
+
+    def fork(self) -> CompletionText:
+        """Another one that has come as far, to go on by itself."""
+        other = copy.copy(self)
+        other._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        other._stop = copy.copy(self._stop)
+        return other
 
     def tell_prompt(self, position: int, logprob: TokenLogprob) -> None:
         """Of one token of the prompt. If that is computed again, they come again, the same."""

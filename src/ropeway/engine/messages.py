@@ -151,6 +151,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    end_ids: list[int] = []
+    """The model's end tokens."""
     load_s: float = 0.0
     weight_bytes: int = 0
     """Packed."""

@@ -163,7 +163,7 @@ class EngineProcess:
             deadline_s=options.deadline_s,
         )
         waiting = len(self._router) - self.info.max_num_seqs
-        if waiting + len(group) > self._max_queue:
+        if not params.beam_step and waiting + len(group) > self._max_queue:
             raise QueueFull(
                 f"{max(waiting, 0)} requests are waiting and {len(group)} more were asked; the queue holds "
                 f"{self._max_queue}: try again later"

@@ -42,7 +42,7 @@ class Submitter:
         """The ``params.n`` completions of a prompt. The keywords are those of ``RequestOptions``.
 
         Raises ``InvalidRequest`` or ``ContextLengthExceeded`` naming what was asked and the limit."""
-        tokens = self._check(prompt, params)
+        tokens = check_request(self.info, prompt, params)
         salt_bytes = b"" if salt is None else _utf8(salt, "cache_salt")
         _utf8(tenant, "user")
         if len(tenant) > MAX_TENANT:
@@ -71,24 +71,27 @@ class Submitter:
             for index, request_id in enumerate(ids)
         ]
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> NDArray[np.int32]:
-        vocab, context = self.info.vocab_size, self.info.max_model_len
-        if not len(prompt):
-            raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
-        wanted = params.max_tokens
-        if len(prompt) + (wanted or 1) > context:
-            output = f"{wanted} output tokens" if wanted is not None else "at least one output token"
-            raise ContextLengthExceeded(
-                f"this model's context here is {context} tokens (KV pool: {self.info.num_blocks} blocks of "
-                f"{self.info.block_size}); the prompt has {len(prompt)} and {output} were asked: "
-                "shorten the prompt or lower max_tokens",
-                param="prompt" if len(prompt) >= context else "max_tokens",
-            )
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            bad = next(token for token in prompt if not 0 <= token < vocab)
-            raise InvalidRequest(f"token id {bad} is not in the vocabulary (0 to {vocab - 1})", param="prompt")
-        params.check_vocabulary(vocab)
-        return np.array(prompt, dtype=np.int32)
+
+def check_request(info: EngineInfo, prompt: Sequence[int], params: SamplingParams) -> NDArray[np.int32]:
+    """The prompt's token ids, int32 [n]. Raises ``InvalidRequest`` (an empty prompt, ids outside the vocabulary) and
+    ``ContextLengthExceeded`` for what the engine can never serve."""
+    vocab, context = info.vocab_size, info.max_model_len
+    if not len(prompt):
+        raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
+    wanted = params.max_tokens
+    if len(prompt) + (wanted or 1) > context:
+        output = f"{wanted} output tokens" if wanted is not None else "at least one output token"
+        raise ContextLengthExceeded(
+            f"this model's context here is {context} tokens (KV pool: {info.num_blocks} blocks of "
+            f"{info.block_size}); the prompt has {len(prompt)} and {output} were asked: "
+            "shorten the prompt or lower max_tokens",
+            param="prompt" if len(prompt) >= context else "max_tokens",
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        bad = next(token for token in prompt if not 0 <= token < vocab)
+        raise InvalidRequest(f"token id {bad} is not in the vocabulary (0 to {vocab - 1})", param="prompt")
+    params.check_vocabulary(vocab)
+    return np.array(prompt, dtype=np.int32)
 
 
 def _utf8(text: str, field: str) -> bytes:

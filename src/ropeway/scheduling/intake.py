@@ -51,7 +51,9 @@ class Intake:
     # ------------------------------------------------------------------ arrivals
 
     def refusal(self, request: Request, now: float, leader_refused: Refusal | None = None) -> Refusal | None:
-        """Why the request's tier cannot take it now; None: it can."""
+        """Why the request's tier cannot take it now; None: it can. A beam search is let in with its first step."""
+        if request.params.beam_step:
+            return None
         refusal = leader_refused or self._full(request)
         if refusal is None and request.leader is None:  # what its own group takes is not held against a sibling
             refusal = self._late(request, now)
@@ -65,7 +67,7 @@ class Intake:
         if request.deadline_s is not None:
             heapq.heappush(self._expiries, (request.deadline_s, request.id, "deadline_exceeded"))
         limit = self._lifecycle.tiers[request.tier].queue_limit_s
-        if limit is not None:
+        if limit is not None and not request.params.beam_step:
             heapq.heappush(self._expiries, (request.arrival_s + limit, request.id, "queue_timeout"))
         if len(self._expiries) > 4 * len(self._lifecycle.requests) + _FEW:
             # Deadlines may be far away, and most requests are gone long before theirs.
@@ -75,7 +77,7 @@ class Intake:
     def seated(self, request: Request, now: float) -> None:
         """A request gets a seat."""
         if not request.started:
-            self._rate.count(_work(request), request.arrival_s, now)
+            self._rate.count(_work(request), request.since_s, now)
 
     def first_token(self, request: Request, now: float) -> None:
         """A request's first token has come: learn how far predictions are to be trusted.

@@ -105,7 +105,8 @@ class Lifecycle:
         """Put a new request into its line. One with a leader waits for its prefill, one with a prefix on disk for
         that; it may come with a gate of its own."""
         self.requests[request.id] = request
-        request.phase, request.since_s = "queued", min(request.arrival_s, now)
+        # A step of a beam search came with the search; what the steps before took is in their own accounts.
+        request.phase, request.since_s = "queued", now if request.params.beam_step else min(request.arrival_s, now)
         leader = request.leader
         if leader is not None and leader.finish is None and not self.has_output(leader):
             self._gate(request)
@@ -152,8 +153,9 @@ class Lifecycle:
         rest of what it had copied back, another one what is cached under ``in_host``."""
         self._wait_no_more(request)
         if not request.started:
+            prompt_tokens = 0 if request.params.beam_step else request.prompt_tokens  # a search's counts once
             self.waiting.lines[self.policy.line(request)].charge(
-                request.tenant, prompt_tokens=request.prompt_tokens, output_tokens=request.predicted_tokens
+                request.tenant, prompt_tokens=prompt_tokens, output_tokens=request.predicted_tokens
             )
         self._enter(request, "prefill", now)
         self.pool.acquire(hits)
@@ -252,7 +254,8 @@ class Lifecycle:
         length = int(self.seats.length[request.slot]) if request.slot >= 0 else len(request.tokens)
         output = length - request.prompt_tokens
         tier, ledger = self.tiers[request.tier], self.ledgers[request.tier]
-        self.lengths.observe(tier.name, request.tenant, output)
+        if request.params.beam_step is None:  # its length says nothing of how long answers get
+            self.lengths.observe(tier.name, request.tenant, output)
         ledger.finished += 1
         ledger.predicted_tokens += request.predicted_tokens
         ledger.output_tokens += output

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ropeway.engine.client import RequestOptions
 from ropeway.errors import RopewayError
-from ropeway.request import Completion, SamplingParams
+from ropeway.request import BeamSearchParams, Completion, SamplingParams
 from ropeway.server.auth import caller_of
 from ropeway.server.explaining import server_timing
 from ropeway.server.generating import Generating
@@ -48,9 +48,11 @@ async def respond(
     options: RequestOptions,
     *,
     stream: bool,
+    beams: BeamSearchParams | None = None,
 ) -> Response:
-    """Generate from ``prompts``, token ids each. A response begins when the engine has taken all of it: what it refuses
-    is an answer with a status of its own, streamed or not.
+    """Generate from ``prompts``, token ids each; with ``beams`` by a search, whose answers ``params`` describe. A
+    response begins when the engine has taken all of it: what it refuses is an answer with a status of its own, streamed
+    or not.
 
     ``Server-Timing`` says where the time went; of a stream, how long it took until then."""
     state = state_of(request)
@@ -61,6 +63,7 @@ async def respond(
         completion_id=answer.id,
         request_id=request_id_of(request),
         caller=caller_of(request),
+        beams=beams,
     )
     with cancelling_on_disconnect(request.receive, generating.cancel):
         await generating.accepted()

@@ -19,7 +19,7 @@ from ropeway.server.answering import respond
 from ropeway.server.auth import caller_of
 from ropeway.server.chatting import Chat, ChoiceReaders, prepare_chat, read_message, text_of
 from ropeway.server.generating import Generating
-from ropeway.server.logprobs import chat_logprobs, prompt_logprobs
+from ropeway.server.logprobs import chat_logprobs, prompt_logprobs, score_of
 from ropeway.server.options import request_options
 from ropeway.server.protocol import (
     AssistantMessage,
@@ -47,7 +47,8 @@ async def create_chat_completion(request: Request) -> Response:
     model = state.model_name(body.model)
     chat = await prepare_chat(state, body)
     answer = ChatAnswer(state, body, chat, model)
-    return await respond(request, answer, [chat.prompt], chat.params, options, stream=bool(body.stream))
+    streams = bool(body.stream)
+    return await respond(request, answer, [chat.prompt], chat.params, options, stream=streams, beams=chat.beams)
 
 
 class ChatAnswer:
@@ -97,6 +98,8 @@ class ChatAnswer:
             finish_reason=self._chat.finish_reason(completion.finish_reason, called=bool(calls)),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._token_ids else UNSET,
+            cumulative_logprob=score_of(completion.cumulative_logprob),
+            score=score_of(completion.score),
         )
 
     async def chunks(self, generating: Generating, prompts: Sequence[list[int]]) -> AsyncGenerator[bytes, None]:

@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ropeway.engine.client import Delta
+from ropeway.errors import InvalidRequest
 from ropeway.grammar import Grammar, told_plainly
-from ropeway.request import FinishReason, SamplingParams
+from ropeway.request import BeamSearchParams, FinishReason, SamplingParams
+from ropeway.server.beams import chat_beams
 from ropeway.server.protocol import ChatCompletionRequest
 from ropeway.server.sampling import chat_params
 from ropeway.server.state import State
@@ -36,11 +40,14 @@ class Chat:
     prompt: list[int]
     prompt_end: str
     params: SamplingParams
+    """With ``beams``: how their answers end."""
     use: ToolUse
     writing: Writing
     begin_of_reasoning: Sequence[int]
     """Token ids of the mark; likewise."""
     end_of_reasoning: Sequence[int]
+    beams: BeamSearchParams | None = None
+    """The search to answer by, if it is one."""
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """How many tokens of an answer are reasoning, the mark at its end included."""
@@ -69,7 +76,14 @@ async def prepare_chat(state: State, body: ChatCompletionRequest) -> Chat:
     use = tool_use(body, state.writing)
     if not state.writing.reasons:
         body.thinking_token_budget = None
-    params = chat_params(body, state.sampling_defaults, grammar=grammar_of(body))  # what is wrong costs nothing
+    # What is wrong costs nothing.
+    beams = chat_beams(body)
+    if beams is not None and use.forced:
+        raise InvalidRequest(
+            "a call of a tool can't be forced with use_beam_search; leave out tool_choice, or set it to auto",
+            param="tool_choice",
+        )
+    params = chat_params(body, state.sampling_defaults, grammar=grammar_of(body)) if beams is None else beams.answers
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
@@ -87,12 +101,15 @@ async def prepare_chat(state: State, body: ChatCompletionRequest) -> Chat:
     after = state.writing.answers_after(end)
     grammar = _grammar(use, state.writing, grammar_of(body, after=after), after)
     hidden = bool(use.tools) and state.writing.tools is not None and state.writing.tools.hidden
-    if state.writing.reasons or grammar != params.grammar or hidden:
+    if beams is not None:
+        beams = msgspec.structs.replace(beams, skip_special_tokens=beams.skip_special_tokens and not hidden)
+        params = beams.answers
+    elif state.writing.reasons or grammar != params.grammar or hidden:
         params = chat_params(
             body, state.sampling_defaults, grammar=grammar, show_special_tokens=hidden, thinking=thinks(end)
         )
     begin, over = (tokenizer.encode(m, add_special_tokens=False) for m in (BEGIN_OF_REASONING, END_OF_REASONING))
-    return Chat(prompt, end, params, use, state.writing, begin, over)
+    return Chat(prompt, end, params, use, state.writing, begin, over, beams)
 
 
 def _grammar(use: ToolUse, writing: Writing, answer: Grammar | None, after: str) -> Grammar | None:

@@ -18,9 +18,10 @@ from ropeway.errors import RopewayError
 from ropeway.request import Completion, FinishReason, TokenLogprob
 from ropeway.server.answering import respond
 from ropeway.server.auth import caller_of
+from ropeway.server.beams import completion_beams
 from ropeway.server.chat import worth_a_chunk
 from ropeway.server.generating import Generating, check_choices
-from ropeway.server.logprobs import CompletionLogprobWriter, prompt_logprobs
+from ropeway.server.logprobs import CompletionLogprobWriter, prompt_logprobs, score_of
 from ropeway.server.options import request_options
 from ropeway.server.prompts import Prompt, Prompts, split_prompts
 from ropeway.server.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest, UsageBody
@@ -36,13 +37,18 @@ async def create_completion(request: Request) -> Response:
     body = await state.read(request, CompletionRequest)
     options = request_options(body, request.headers, state.engine.info.tiers, arrival_s, caller_of(request))
     model = state.model_name(body.model)
-    params = completion_params(body, state.sampling_defaults, grammar=grammar_of(body))
+    beams = completion_beams(body)
+    if beams is None:
+        params = completion_params(body, state.sampling_defaults, grammar=grammar_of(body))
+    else:
+        params = beams.answers
     given = split_prompts(body.prompt)
-    check_choices(len(given), params.n, state.most_requests)  # before they cost anything
+    # Before they cost anything.
+    check_choices(len(given), params.n if beams is None else beams.beam_width, state.most_requests)
     prompts = await _encode(state.prompts, given, body.add_special_tokens is not False)
     echoes = await _echoes(state, given) if body.echo else None
     answer = CompletionAnswer(state, body, model, echoes)
-    return await respond(request, answer, prompts, params, options, stream=bool(body.stream))
+    return await respond(request, answer, prompts, params, options, stream=bool(body.stream), beams=beams)
 
 
 async def _echoes(state: State, given: Sequence[Prompt]) -> list[str]:
@@ -163,6 +169,8 @@ class CompletionAnswer:
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self._token_ids else UNSET,
+            cumulative_logprob=score_of(piece.cumulative_logprob),
+            score=score_of(piece.score),
         )
 
     def _writer(self, index: int) -> CompletionLogprobWriter:

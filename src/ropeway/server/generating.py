@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
+from ropeway.engine.beam_generation import BeamGeneration
 from ropeway.engine.client import AsyncEngine, Delta, Generation, RequestOptions, Usage, error_of
 from ropeway.errors import InvalidRequest, RopewayError
-from ropeway.request import Completion, FinishReason, SamplingParams, TokenLogprob
+from ropeway.request import BeamSearchParams, Completion, FinishReason, SamplingParams, TokenLogprob
 from ropeway.server.errors import ClientGone
 from ropeway.server.explaining import Record, Records
 from ropeway.server.keys import Lease
@@ -40,21 +41,27 @@ class Generating:
         record: Record,
         records: Records,
         lease: Lease | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> None:
         """Hands all prompts to the engine, or none: what its client refuses at once (``QueueFull``, ``InvalidRequest``,
         ``EngineDead``) is raised here. ``most``: choices that fit into the queue and the seats together. ``record`` is
-        kept in ``records`` from then on. ``lease``: what the caller is charged with, ended with this."""
+        kept in ``records`` from then on. ``lease``: what the caller is charged with, ended with this. ``beams``: search
+        for answers, which ``params`` describe."""
         self._lease = lease
         self._n = params.n
+        self._beams = 0 if beams is None else beams.beam_width * len(prompts)
         self._over = False
         self._cancelled: RopewayError | None = None
         self._record, self._records = record, records
         self._generations: list[Generation] = []
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prompts)
         try:
-            check_choices(len(prompts), params.n, most)
+            check_choices(len(prompts), params.n if beams is None else beams.beam_width, most)
             for prompt in prompts:
-                self._generations.append(engine.submit(prompt, params, options))
+                if beams is None:
+                    self._generations.append(engine.submit(prompt, params, options))
+                else:
+                    self._generations.append(BeamGeneration(engine, prompt, beams, options))
         except BaseException:
             for generation in self._generations:
                 generation.cancel()
@@ -70,6 +77,11 @@ class Generating:
     @property
     def choices(self) -> int:
         return len(self._generations) * self._n
+
+    @property
+    def beams(self) -> int:
+        """How many beams it may have in the engine at once, from now on."""
+        return 0 if self._over else self._beams
 
     @property
     def record(self) -> Record:
@@ -136,6 +148,7 @@ class Generating:
                 if delta.finish_reason is not None:
                     completion.finish_reason = delta.finish_reason
                     completion.stop_reason = delta.stop_reason
+                    completion.cumulative_logprob, completion.score = delta.cumulative_logprob, delta.score
         return completions
 
     def prompt_logprobs(self, prompt: int) -> list[TokenLogprob | None] | None:

@@ -6,6 +6,8 @@ import codecs
 import math
 from collections.abc import Iterable, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from ropeway.request import TokenLogprob
 from ropeway.server.protocol import (
     ChatLogprobs,
@@ -106,6 +108,11 @@ class CompletionLogprobWriter:
 
 def _text(token_id: int, tokenizer: Tokenizer | None) -> str:
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def score_of(value: float | None) -> float | UnsetType:
+    """As a choice tells it, which is nothing where it is no beam."""
+    return UNSET if value is None else finite(value)
 
 
 def finite(logprob: float) -> float:

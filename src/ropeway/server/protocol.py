@@ -107,6 +107,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Give the token ids of the prompt and of every choice, beside their text."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its beginning-of-text token (chat: default off, the template does it)."""
+    use_beam_search: bool | None = None
+    """Answer with the ``n`` likeliest answers that a search with so many beams finds (text completions: with
+    ``best_of`` beams); vLLM's. Not in a stream."""
+    length_penalty: float | None = None
+    """Of a beam search: its answers' cumulative log-probabilities are divided by their lengths to this power."""
     prompt_logprobs: int | None = None
     """Tell the log-probabilities of the prompt's tokens and of so many likeliest ones at their places; vLLM's. Not in
     a stream."""
@@ -269,6 +274,10 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     """vLLM's: the stop string, or the id of the token, that ended it."""
     token_ids: list[int] | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
+    """Of a beam; Ropeway's own, as is ``score``."""
+    score: float | UnsetType = UNSET
+    """What the beams are ranked by."""
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -297,6 +306,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
+    """Of a beam; Ropeway's own, as is ``score``."""
+    score: float | UnsetType = UNSET
+    """What the beams are ranked by."""
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     """Token id -> what is known of it, for every token of the prompt; null for the first."""
 

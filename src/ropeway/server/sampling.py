@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ _FROM_REQUEST = (
     *("seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
 )
 _DEFAULTS = (*_FROM_MODEL, "presence_penalty", "frequency_penalty")
-_COMPLETION_MAX_TOKENS = 16
+COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
 
 
@@ -83,20 +84,33 @@ def chat_params(
 ) -> SamplingParams:
     """``show_special_tokens``: whatever the request says. ``thinking``: the prompt ends within the reasoning. Raises
     ``InvalidRequest`` naming the field."""
-    if request.top_logprobs and not request.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = request.max_tokens
-    if request.max_completion_tokens is not None:
-        max_tokens = request.max_completion_tokens
-    try:
-        params = _params(request, defaults, max_tokens, logprobs, grammar)
+    with in_chat_words(request):
+        params = _params(request, defaults, chat_max_tokens(request), chat_top_logprobs(request), grammar)
         return msgspec.structs.replace(
             params,
             skip_special_tokens=params.skip_special_tokens and not show_special_tokens,
             thinking_budget=request.thinking_token_budget,
             thinking=thinking and request.thinking_token_budget is not None,
         )
+
+
+def chat_max_tokens(request: ChatCompletionRequest) -> int | None:
+    """None: up to the context."""
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def chat_top_logprobs(request: ChatCompletionRequest) -> int | None:
+    """As ``SamplingParams`` has them. Raises ``InvalidRequest``."""
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+@contextlib.contextmanager
+def in_chat_words(request: ChatCompletionRequest) -> Iterator[None]:
+    """What is raised in here names the fields as chats call them."""
+    try:
+        yield
     except InvalidRequest as error:
         if error.param == "logprobs":
             raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from error
@@ -111,7 +125,7 @@ def completion_params(
 ) -> SamplingParams:
     """``n`` of the result is how many are generated. Raises ``InvalidRequest`` naming the field."""
     _check_best_of(request)
-    max_tokens = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.max_tokens is None and request.min_tokens is not None:
         max_tokens = max(max_tokens, request.min_tokens)
     params = _params(request, defaults, 1 if scores(request) else max_tokens, request.logprobs, grammar)
@@ -129,8 +143,8 @@ def scores(request: CompletionRequest) -> bool:
 
 
 def chooses(request: CompletionRequest) -> bool:
-    """Whether only the best of what is generated is told."""
-    return request.best_of is not None and request.best_of != (request.n or 1)
+    """Whether only the best of what is generated is told. A beam search does so itself."""
+    return not request.use_beam_search and request.best_of is not None and request.best_of != (request.n or 1)
 
 
 def _check_best_of(request: CompletionRequest) -> None:
@@ -157,19 +171,25 @@ def _params(
         )
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    if request.length_penalty not in (None, 1.0):
+        raise InvalidRequest("length_penalty needs use_beam_search to be true", param="length_penalty")
     given = {name: value for name in _FROM_REQUEST if (value := getattr(request, name)) is not None}
-    stop = request.stop
     return SamplingParams(
         **{**defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop_strings(request),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=_logit_bias(request.logit_bias or {}),
         bad_words=tuple(request.bad_words or ()),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         grammar=grammar,
     )
+
+
+def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
+    stop = request.stop
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from ropeway.config import Config
 from ropeway.engine.client import AsyncEngine, RequestOptions
-from ropeway.errors import ModelNotFound, RopewayError
-from ropeway.request import SamplingParams
+from ropeway.errors import ModelNotFound, QueueFull, RopewayError
+from ropeway.request import BeamSearchParams, SamplingParams
 from ropeway.server.errors import Cancelled, Conflict
 from ropeway.server.explaining import Record, Records
 from ropeway.server.fields import UnknownFields, refuse_unserved
@@ -80,11 +80,15 @@ class State:
         completion_id: str,
         request_id: str,
         caller: Caller | None,
+        beams: BeamSearchParams | None = None,
     ) -> Generating:
-        """Hand prompts to the engine; raises as ``Generating`` does, and ``TooManyRequests`` where the caller has had
-        enough. ``options`` have a tier and an arrival; by either id the caller may ask where the time went."""
+        """Hand prompts to the engine; raises as ``Generating`` does, ``TooManyRequests`` where the caller has had
+        enough, and ``QueueFull`` for ``beams`` that there is no room for. ``options`` have a tier and an arrival; by
+        either id the caller may ask where the time went."""
         assert options.tier is not None
         assert options.arrival_s is not None
+        if beams is not None:
+            self._check_room(len(prompts) * beams.beam_width)
         owner = "" if caller is None else caller.name
         tier = self.engine.info.tiers[options.tier].name
         record = Record(completion_id, request_id, tier, options.arrival_s, owner=owner)
@@ -98,9 +102,19 @@ class State:
             record=record,
             records=self.records,
             lease=None if caller is None else caller.begin(),
+            beams=beams,
         )
         self._generating.add(generating)
         return generating
+
+    def _check_room(self, beams: int) -> None:
+        """A search that is under way is refused nothing, so all of them together must fit, too."""
+        others = sum(generating.beams for generating in self._generating)
+        if beams <= self.most_requests < others + beams:
+            raise QueueFull(
+                f"searches with {others} beams are under way and {beams} more were asked; this server holds "
+                f"{self.most_requests}: try again later"
+            )
 
     def cancel(self, record: Record) -> None:
         """End the request that a record is of, if it is under way: its reader is told so."""

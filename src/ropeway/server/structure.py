@@ -27,6 +27,11 @@ def grammar_of(request: GenerationRequest, *, after: str = "") -> Grammar | None
         raise InvalidRequest(f"{field}: {error.message}", param=field.partition(".")[0]) from error
 
 
+def structured_by(request: GenerationRequest) -> str | None:
+    """The field that says what the answer must look like, if one does."""
+    return next((field.partition(".")[0] for field in _wishes(request, "")), None)
+
+
 def _wishes(request: GenerationRequest, after: str) -> dict[str, Callable[[], Grammar]]:
     """By the field that says it."""
     others = request.structured_outputs or StructuredOutputs()

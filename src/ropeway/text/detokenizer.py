@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,6 +25,12 @@ class IncrementalDetokenizer:
         pieces = tokenizer.piece_decoder
         self._decoder: _Decoder = _Windowed(tokenizer) if pieces is None else _Bytewise(tokenizer, pieces)
 
+    def fork(self) -> IncrementalDetokenizer:
+        """Another one that has come as far, to go on by itself."""
+        other = copy.copy(self)
+        other._decoder = copy.copy(self._decoder)
+        return other
+
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; may be empty."""
         return self._decoder.push([id_ for id_ in ids if id_ not in self._skipped])
@@ -34,6 +41,8 @@ class IncrementalDetokenizer:
 
 
 class _Decoder(Protocol):
+    """A shallow copy goes on by itself."""
+
     def push(self, ids: Sequence[int]) -> str: ...
     def finish(self) -> str: ...
 
@@ -102,7 +111,7 @@ class _Windowed:
         return "".join([self._push_one(id_) for id_ in ids if self._tokenizer.spelling(id_) is not None])
 
     def _push_one(self, id_: int) -> str:
-        self._ids.append(id_)
+        self._ids = [*self._ids, id_]
         text = self._decode(self._ids)
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._read < self.HOLD:
             return ""
