@@ -163,6 +163,9 @@ def test_calls_of_tools_are_read_in_every_beam_and_cannot_be_forced() -> None:
         for forced in ("required", {"type": "function", "function": {"name": "get_weather"}}):
             refused = httpx.post(served.url + CHAT, json={**body, "tool_choice": forced}, timeout=20)
             check_error(refused, 400, "use_beam_search", param="tool_choice")
+        strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+        refused = httpx.post(served.url + CHAT, json={**body, "tools": [strict]}, timeout=20)
+        check_error(refused, 400, "strict", param="tools")
 
 
 # ------------------------------------------------------------------------------ room and charges

@@ -102,6 +102,11 @@ async def prepare_chat(state: State, body: ChatCompletionRequest) -> Chat:
     grammar = _grammar(use, state.writing, grammar_of(body, after=after), after)
     hidden = bool(use.tools) and state.writing.tools is not None and state.writing.tools.hidden
     if beams is not None:
+        if grammar is not None:
+            raise InvalidRequest(
+                "a strict tool can't be called with use_beam_search, which nothing guides; leave out strict",
+                param="tools",
+            )
         beams = msgspec.structs.replace(beams, skip_special_tokens=beams.skip_special_tokens and not hidden)
         params = beams.answers
     elif state.writing.reasons or grammar != params.grammar or hidden:
