@@ -210,7 +210,7 @@ def test_a_request_id_is_echoed_or_made(http: httpx.Client) -> None:
 def test_the_access_log_is_quiet_unless_asked_and_never_has_text(caplog: pytest.LogCaptureFixture) -> None:
     for access_log, lines in ((False, 0), (True, 1)):
         engine = ScriptedEngine(tokenizer=scripted_tokenizer())
-        with serving(engine, access_log=access_log) as served, caplog.at_level("DEBUG"):
+        with caplog.at_level("DEBUG"), serving(engine, access_log=access_log) as served:
             caplog.clear()
             body = chat_body(messages=[{"role": "user", "content": "a secret of mine"}])
             httpx.post(served.url + CHAT, json=body)
