@@ -206,6 +206,9 @@ class ServerConfig:
     """Log a line per request: method, path, status and time; never text."""
     log_format: Literal["text", "json"] = "text"
     """How log lines are written."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (http://127.0.0.1:4318), which gets a span per request by OTLP over HTTP, never
+    text; needs the packages of ropeway[otel]."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -387,8 +388,18 @@ def _check_ranges(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> N
             refuse(name, "must not be empty")
     if values["served_model_name"] and not all(part.strip() for part in values["served_model_name"].split(",")):
         refuse("served_model_name", "has an empty name between commas")
+    if values["otlp_endpoint"] is not None and not _is_http(values["otlp_endpoint"]):
+        refuse("otlp_endpoint", "must be the URL of a collector for OTLP over HTTP, like http://127.0.0.1:4318")
     if values["block_size"].bit_count() != 1:
         refuse("block_size", "must be a power of two")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or brackets that cannot be
+        return False
 
 
 def _reconcile(values: dict[str, Any], origins: dict[str, Origin], notes: list[str]) -> None:

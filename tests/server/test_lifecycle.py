@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from tests.server.asking import CHAT, chat_body, check_error, check_serving
+from tests.support.otlp_collector import Collector
 from tests.support.served import events
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,58 @@ def test_a_second_sigterm_ends_at_once(model: Path) -> None:
         assert server.process.wait(3) == 128 + signal.SIGTERM
         thread.join(10)
         assert "error" in json.loads(lines[-1])
+
+
+def test_spans_that_wait_are_exported_at_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")  # milliseconds
+    with Collector() as collector, running(model, otlp_endpoint=collector.url) as server:
+        server.wait("/ready", 200)
+        assert httpx.post(server.url + CHAT, json=chat_body()).status_code == 200
+        assert not collector.bodies
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(8) == 0
+        collector.requests(1)
+
+
+def test_a_collector_that_never_answers_holds_up_neither_requests_nor_the_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        running(model, otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}") as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        server.wait("/ready", 200)
+        assert http.post(CHAT, json=chat_body()).status_code == 200
+        silent.settimeout(5)
+        exporting, _ = silent.accept()
+        with exporting:
+            begin_s = time.monotonic()
+            for _ in range(50):
+                assert http.post(CHAT, json=chat_body()).status_code == 200
+            assert time.monotonic() - begin_s < 5
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(8) == 0  # an export may take ten seconds, and may be tried again
+
+
+def test_a_collector_that_is_down_is_told_of_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with running(model, otlp_endpoint=f"http://me:mine@127.0.0.1:{port}") as server:
+        server.wait("/ready", 200)
+        with httpx.Client(base_url=server.url) as http:
+            for _ in range(50):
+                assert http.post(CHAT, json=chat_body()).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        _, log = server.process.communicate(timeout=8)
+    assert server.process.returncode == 0
+    told = [line for line in log.splitlines() if "span" in line or "opentelemetry" in line]
+    assert len(told) == 1, log
+    assert f"spans for 127.0.0.1:{port}: " in told[0]
+    assert "mine" not in log
+    assert "Traceback" not in log
 
 
 def test_sigterm_while_the_model_is_loaded_ends_at_once(model: Path) -> None:

@@ -59,6 +59,7 @@ def serving(
         )
         ready.set_result((app, asyncio.get_running_loop(), server))
         await server.serve(sockets=[bound])
+        await app.state.ropeway.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()

@@ -56,6 +56,8 @@ PLAN_ONLY = ("execution", "models", "cache", "loading", "parallel", "devices")
 """Packages that work on plans and columns; only their neighbours know requests."""
 
 HEAVY = frozenset({"torch", "transformers"})
+OPTIONAL = frozenset({"opentelemetry.sdk", "opentelemetry.exporter"})
+"""Of an extra: loaded only where a setting asks for it. (FastAPI brings ``opentelemetry.trace``.)"""
 NOT_IN_INIT = HEAVY | {
     "fastapi",
     "uvicorn",
@@ -147,8 +149,8 @@ def test_the_host_side_never_imports_torch_however_far_around(name: str, runtime
 
 
 @pytest.mark.parametrize("name", LIGHT_AT_START)
-def test_what_clients_start_first_loads_neither_torch_nor_transformers(name: str, source: Path) -> None:
-    assert loaded_after_importing(modules_of(source, name), HEAVY) == []
+def test_what_clients_start_first_loads_neither_torch_nor_transformers_nor_extras(name: str, source: Path) -> None:
+    assert loaded_after_importing(modules_of(source, name), HEAVY | OPTIONAL) == []
 
 
 def test_package_inits_are_light(source: Path) -> None:

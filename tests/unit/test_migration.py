@@ -193,6 +193,7 @@ VLLM = (
     "--max_num_seqs=32 --max-num-batched-tokens 2K -tp 2 --dtype bfloat16 --enable-prefix-caching "
     "--no-enable-chunked-prefill --kv-cache-memory-bytes 2G --enable-auto-tool-choice --tool-call-parser hermes "
     "--reasoning-parser qwen3 --ssl-certfile c.pem --ssl-keyfile k.pem --allowed-origins '[\"https://a.example\"]' "
+    "--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces "
     "--gpu-memory-utilization 0.9 --enforce-eager --pipeline-parallel-size 1 --trust-remote-code --frobnicate 3"
 )
 
@@ -217,6 +218,7 @@ def test_vllms_arguments_become_ours() -> None:
         "tls_cert": "c.pem",
         "tls_key": "k.pem",
         "cors_origins": "https://a.example",
+        "otlp_endpoint": "http://127.0.0.1:4318/v1/traces",
     }
     lost = "\n".join(translation.lost)
     for word in ("gpu-memory-utilization", "trust-remote-code", 'frobnicate = "3": an unknown option'):
@@ -248,6 +250,13 @@ def test_values_that_we_do_not_have_are_listed() -> None:
         from_vllm("x --enforce-eager y")
     with pytest.raises(ConfigError, match="needs a value"):
         from_vllm("x --port")
+
+
+@pytest.mark.parametrize("url", ["grpc://127.0.0.1:4317", "http://127.0.0.1:4317", "127.0.0.1:4317", "http://[x"])
+def test_a_collector_that_takes_spans_over_grpc_is_listed(url: str) -> None:
+    translation = from_vllm(f"x --otlp-traces-endpoint {url}")
+    assert translation.values == {"model": "x"}
+    assert "otlp-traces-endpoint" in translation.lost[0]
 
 
 def test_the_file_that_is_written_can_be_served_with(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from ropeway.errors import ConfigError
 from ropeway.migration.translation import Translation
 
 _GIB = 2**30
 _SIZES = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+_GRPC_PORT = 4317
+"""Of OTLP."""
 _NO_SUCH_FEATURE = "Ropeway does not do this"
 
 
@@ -94,6 +97,14 @@ def _one_of(words: dict[str, str]) -> Callable[[str], str]:
     return convert
 
 
+def _over_http(url: str) -> str:
+    """vLLM speaks gRPC unless told otherwise, which collectors take at another port."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.port == _GRPC_PORT:
+        raise ValueError("spans go over HTTP, as a rule to port 4318: --otlp-endpoint")
+    return url
+
+
 def _origins(text: str) -> str:
     given = json.loads(text)
     return ",".join(given) if isinstance(given, list) else str(given)
@@ -136,6 +147,7 @@ _SAME: dict[str, tuple[str, Callable[[str], Any]]] = {
     "ssl-certfile": ("tls_cert", str),
     "ssl-keyfile": ("tls_key", str),
     "allowed-origins": ("cors_origins", _origins),
+    "otlp-traces-endpoint": ("otlp_endpoint", _over_http),
     "override-generation-config": ("sampling_defaults", str),
     "tool-call-parser": (
         "tool_call_parser",

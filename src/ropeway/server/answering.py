@@ -16,6 +16,7 @@ from ropeway.request import BeamSearchParams, Completion, SamplingParams
 from ropeway.server.auth import caller_of
 from ropeway.server.explaining import server_timing
 from ropeway.server.generating import Generating
+from ropeway.server.spans import span_of
 from ropeway.server.state import state_of
 from ropeway.server.streaming import EventStream, cancelling_on_disconnect, json_response
 from ropeway.server.tracing import request_id_of
@@ -31,6 +32,11 @@ class Answer(Protocol):
     @property
     def id(self) -> str:
         """The completion's."""
+        ...
+
+    @property
+    def model(self) -> str:
+        """The name that the request means."""
         ...
 
     def whole(self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]) -> Any: ...
@@ -56,6 +62,9 @@ async def respond(
 
     ``Server-Timing`` says where the time went; of a stream, how long it took until then."""
     state = state_of(request)
+    span = span_of(request)
+    if span is not None:
+        span.asks(answer.model, params, stream=stream)
     generating = state.generate(
         prompts,
         params,
@@ -65,6 +74,8 @@ async def respond(
         caller=caller_of(request),
         beams=beams,
     )
+    if span is not None:
+        span.generating = generating
     with cancelling_on_disconnect(request.receive, generating.cancel):
         await generating.accepted()
         if not stream:

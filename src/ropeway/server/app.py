@@ -29,6 +29,7 @@ from ropeway.server.protocol import (
     TokenizeRequest,
 )
 from ropeway.server.responses import ResponsesRequest, create_response
+from ropeway.server.spans import SpanPerRequest
 from ropeway.server.state import State
 from ropeway.server.streaming import json_response
 from ropeway.server.tracing import Doorkeeper, RequestId
@@ -76,6 +77,8 @@ def create_app(engine: AsyncEngine, config: Config, *, sampling_defaults: Mappin
     # Added last is outermost.
     state: State = app.state.ropeway
     app.add_middleware(Doorkeeper, door=state.door)
+    if state.spans is not None:
+        app.add_middleware(SpanPerRequest, spans=state.spans)
     origins = [origin.strip() for origin in (config.server.cors_origins or "").split(",") if origin.strip()]
     if state.keys.needed:
         app.add_middleware(RequireKey, keys=state.keys)

@@ -56,8 +56,10 @@ async def run_file(config: Config, source: Path, target: Path, *, resume: bool =
     known = _keep_answered(target) if resume and target.exists() else set()
     seats = config.scheduler.max_num_seqs
     scheduler = dataclasses.replace(config.scheduler, shed=False)  # nobody waits for any one of them
-    # Nobody but this comes in, and it has no key.
-    server = dataclasses.replace(config.server, max_queue=seats + _AHEAD, api_key=None, api_keys=None)
+    # Nobody but this comes in, and it has no key; nobody watches.
+    server = dataclasses.replace(
+        config.server, max_queue=seats + _AHEAD, api_key=None, api_keys=None, otlp_endpoint=None
+    )
     config = dataclasses.replace(config, scheduler=scheduler, server=server)
     engine = await start_engine(config)
     try:

@@ -62,6 +62,7 @@ class ChatAnswer:
         self._reasoning = body.include_reasoning is not False
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.model = model
         self._frame: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion",

@@ -89,6 +89,7 @@ class CompletionAnswer:
         self._n = body.n or 1
         self._writers: dict[int, CompletionLogprobWriter] = {}
         self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.model = model
         self._frame: dict[str, Any] = {
             "id": self.id,
             "object": "text_completion",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI
@@ -64,6 +65,7 @@ def error_body(error: RopewayError) -> bytes:
 
 
 _MESSAGES = "/v1/messages"
+_STATE = "error"
 _MESSAGE_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -83,6 +85,24 @@ def message_error_body(error: RopewayError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
+class _ErrorResponse(Response):
+    """Leaves its error in the scope, where middleware finds it."""
+
+    def __init__(self, error: RopewayError, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(body, error.status, headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[_STATE] = self._error
+        await super().__call__(scope, receive, send)
+
+
+def told_error(scope: Scope) -> RopewayError | None:
+    """What a request was answered with, if that was an error."""
+    error = scope.get("state", {}).get(_STATE)
+    return error if isinstance(error, RopewayError) else None
+
+
 def error_response(error: RopewayError, path: str = "") -> Response:
     """``path``: what was asked for; it tells the shape."""
     headers: dict[str, str] = {}
@@ -93,7 +113,7 @@ def error_response(error: RopewayError, path: str = "") -> Response:
     elif error.status == 401:
         headers["www-authenticate"] = "Bearer"
     body = message_error_body(error) if path.startswith(_MESSAGES) else error_body(error)
-    return Response(body, error.status, headers, "application/json")
+    return _ErrorResponse(error, body, headers)
 
 
 def unexpected(error: Exception) -> RopewayError:

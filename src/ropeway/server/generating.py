@@ -87,6 +87,11 @@ class Generating:
     def record(self) -> Record:
         return self._record
 
+    @property
+    def ttft_s(self) -> float | None:
+        """From its arrival to its first token, of whichever prompt; None: there was none yet."""
+        return min((watch.ttft_s for watch in self._stopwatches if watch.ttft_s is not None), default=None)
+
     async def accepted(self) -> None:
         """Return when the engine has taken every choice of every prompt into its queue. If it refuses one, all are
         cancelled and this raises why: ``Shed``, ``QueueFull``, ``QueueTimeout``, ``DeadlineExceeded``, ..."""

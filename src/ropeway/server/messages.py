@@ -218,7 +218,7 @@ class MessageAnswer:
     def __init__(self, chat: Chat, model: str) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._chat = chat
-        self._model = model
+        self.model = model
 
     def whole(
         self, generating: Generating, completions: Sequence[Completion], prompts: Sequence[list[int]]
@@ -255,7 +255,7 @@ class MessageAnswer:
         return b"event: error\ndata: " + message_error_body(error) + b"\n\n"
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -92,6 +92,7 @@ class Stopwatch:
         self._time_to_first_token = metrics.time_to_first_token.labels(tier)
         self._inter_token_latency = metrics.inter_token_latency.labels(tier)
         self._e2e_request_latency = metrics.e2e_request_latency.labels(tier)
+        self.ttft_s: float | None = None
         self._arrival_s = arrival_s
         self._prompt_tokens = prompt_tokens
         self._unfinished = n
@@ -102,7 +103,8 @@ class Stopwatch:
         if delta.token_ids:
             self._metrics.generation_tokens.inc(len(delta.token_ids))
             if not self._last:
-                self._time_to_first_token.observe(now - self._arrival_s)
+                self.ttft_s = now - self._arrival_s
+                self._time_to_first_token.observe(self.ttft_s)
                 self._metrics.prompt_tokens.inc(self._prompt_tokens)
             elif delta.index in self._last:
                 self._inter_token_latency.observe(now - self._last[delta.index])

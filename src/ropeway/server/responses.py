@@ -255,6 +255,7 @@ class ResponseAnswer:
 
     def __init__(self, body: ResponsesRequest, chat: Chat, model: str) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
+        self.model = model
         self._chat = chat
         self._ids: dict[int, tuple[str, str]] = {}
         """Of the items, by their place: their own, and that of the call they may be."""

@@ -30,6 +30,7 @@ from ropeway.errors import ConfigError, Draining
 from ropeway.server.app import create_app, create_management_app
 from ropeway.server.listening import Certificate, Listener, bind
 from ropeway.server.sampling import given_defaults, read_defaults
+from ropeway.server.spans import check_packages
 from ropeway.server.state import State
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ async def serve(config: Config, start_engine: StartEngine, restart: StartEngine 
     signals = _Signals()
     certificate = _certificate(config.server)
     given_defaults(config.server.sampling_defaults)  # what is wrong with them is told before anything is loaded
+    if config.server.otlp_endpoint is not None:
+        check_packages()
     with contextlib.ExitStack() as stack:
         api_socket, management_socket = _bind_both(config.server, stack)
         stack.enter_context(signals.caught())
@@ -113,7 +116,7 @@ async def _serve_api(
     else:
         code = await _give_up(state, failure)
     await api.stop()
-    state.prompts.close()
+    await state.close()
     return code
 
 

@@ -24,6 +24,7 @@ from ropeway.server.keys import Caller, KeyRing
 from ropeway.server.limits import convert, parse_object, read_body
 from ropeway.server.metrics import Metrics
 from ropeway.server.prompts import Prompts
+from ropeway.server.spans import Spans
 from ropeway.server.tracing import Door
 from ropeway.text.answers.families import writing_of
 
@@ -48,6 +49,7 @@ class State:
         self.metrics = Metrics(engine)
         self.records = Records()
         self.prompts = Prompts(engine.tokenizer, max_model_len=engine.info.max_model_len, most=self.most_requests)
+        self.spans = None if server.otlp_endpoint is None else Spans(server.otlp_endpoint)
         self._traced = False
         self._unknown_fields = UnknownFields()
         self._generating: weakref.WeakSet[Generating] = weakref.WeakSet()
@@ -147,6 +149,12 @@ class State:
     def cancel_all(self, why: RopewayError) -> None:
         for generating in list(self._generating):
             generating.cancel(why)
+
+    async def close(self) -> None:
+        """Nothing more is served."""
+        self.prompts.close()
+        if self.spans is not None:
+            await self.spans.close()
 
 
 def state_of(request: Request) -> State:
