@@ -187,7 +187,7 @@ class ServerConfig:
     max_body_mb: float = 8.0
     """Largest request body in MiB; more gets 413."""
     body_timeout_s: float = 60.0
-    """How long a request's body may take to arrive; then 408."""
+    """How long a request's head, and then its body, may take to arrive; then 408. A TLS handshake has as long."""
     read_timeout_s: float = 60.0
     """How long a stream waits for a client that does not read; then its request is cancelled."""
     engine_restarts: int = 5

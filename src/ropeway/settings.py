@@ -347,6 +347,8 @@ _AT_LEAST: Mapping[str, float] = {
 _ABOVE: Mapping[str, float] = {
     "kv_memory": 0,
     "max_body_mb": 0,
+    "body_timeout_s": 0,
+    "read_timeout_s": 0,
     "disk_space": 0,
     "admission_quantile": 0,
     "aging_s": 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -19,10 +18,8 @@ import httpx
 import psutil
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from tests.support.certificates import make_certificate
 from tests.support.chat_model import tiny_chat_model
 from tests.support.server_process import ServerProcess
 
@@ -189,6 +186,16 @@ def test_a_body_that_does_not_come_is_given_up(server: ServerProcess) -> None:
     assert b"body_timeout_s" in answer
 
 
+def test_a_head_that_does_not_come_is_given_up(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+        answer = b""
+        while more := connection.recv(65536):
+            answer += more
+    assert b" 408 " in answer.split(b"\r\n")[0]
+    assert b"body_timeout_s" in answer
+
+
 def test_a_client_that_reads_nothing_is_given_up(server: ServerProcess) -> None:
     """Its connection stays open and full: the request is cancelled, and its blocks come back."""
     data = json.dumps(body(max_tokens=1900, n=4, stream=True, logprobs=True, top_logprobs=20)).encode()
@@ -204,28 +211,6 @@ def test_a_client_that_reads_nothing_is_given_up(server: ServerProcess) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     server.until('ropeway_kv_blocks{state="live"}', 0)
-
-
-def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    chain_file, key_file = folder / "cert.pem", folder / "key.pem"
-    key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    chain_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    return chain_file, key_file
 
 
 def name_of(port: int) -> str:

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from ropeway.server import connections
+from ropeway.server.listening import Certificate
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, check_error, check_serving, completion_body
-from tests.support.served import Served
+from tests.support.certificates import make_certificate
+from tests.support.scripted_engine import ScriptedEngine, scripted_tokenizer
+from tests.support.served import Served, serving
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+LIMIT_S = 0.5
+"""What clients of a hasty server have."""
+
+
+def connected(served: Served) -> socket.socket:
+    parts = urlsplit(served.url)
+    return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10)
 
 
 def answer_to(served: Served, request: bytes) -> tuple[int, bytes]:
     """(status, everything after the head) of a raw request on a connection of its own."""
-    parts = urlsplit(served.url)
-    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as connection:
+    with connected(served) as connection:
         connection.sendall(request)
         received = b""
         while chunk := connection.recv(65536):
@@ -101,3 +117,137 @@ def test_head_answers_as_get_without_a_body(http: httpx.Client, path: str) -> No
     response = http.head(path)
     assert response.status_code == 200
     assert response.content == b""
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Served]:
+    with serving(ScriptedEngine(tokenizer=scripted_tokenizer()), body_timeout_s=LIMIT_S) as served:
+        yield served
+
+
+def open_still(connection: socket.socket, within_s: float = 0.0) -> bool:
+    """Whether the server has neither sent anything nor closed it."""
+    return not select.select([connection], [], [], within_s)[0]
+
+
+def until_closed(connection: socket.socket, dripping: bytes = b"") -> tuple[float, bytes]:
+    """(seconds, what came) until the server closes a connection on which a byte is sent now and then."""
+    began = time.monotonic()
+    for byte in dripping:
+        if not open_still(connection, 0.05):
+            break
+        connection.sendall(bytes([byte]))
+    received = b""
+    try:
+        while chunk := connection.recv(65536):
+            received += chunk
+    except ConnectionResetError:
+        pass  # what was sent last came too late
+    return time.monotonic() - began, received
+
+
+def one_answer(connection: socket.socket) -> int:
+    """The status of an answer that is read to its end, on a connection that stays open."""
+    with connection.makefile("rb") as stream:
+        status = int(stream.readline().split()[1])
+        length = 0
+        while (line := stream.readline()) != b"\r\n":
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        assert len(stream.read(length)) == length
+    return status
+
+
+def check_health(connection: socket.socket) -> None:
+    connection.sendall(HEALTH)
+    assert one_answer(connection) == 200
+
+
+def check_head_timeout(answer: bytes) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert error["code"] == "request_timeout"
+    assert "0.5 s (body_timeout_s)" in error["message"]
+
+
+def test_a_head_that_comes_byte_by_byte_is_given_up(hasty: Served) -> None:
+    with connected(hasty) as connection:
+        took_s, answer = until_closed(connection, dripping=HEALTH[:-2] + b"X-Long: " + b"y" * 1000)
+    assert LIMIT_S * 0.9 < took_s < LIMIT_S + 1
+    check_head_timeout(answer)
+
+
+def test_a_connection_on_which_nothing_comes_is_closed(hasty: Served) -> None:
+    with connected(hasty) as connection:
+        took_s, answer = until_closed(connection)
+    assert LIMIT_S * 0.9 < took_s < LIMIT_S + 1
+    assert answer == b""
+
+
+def test_a_connection_may_idle_between_requests_but_not_in_a_head(hasty: Served) -> None:
+    with connected(hasty) as connection:
+        for _ in range(3):
+            check_health(connection)
+            assert open_still(connection, LIMIT_S * 1.5)
+        took_s, answer = until_closed(connection, dripping=HEALTH[:-2] + b"X-Long: " + b"y" * 1000)
+    assert LIMIT_S * 0.9 < took_s < LIMIT_S + 1
+    check_head_timeout(answer)
+
+
+def test_the_rest_of_a_body_that_nobody_wants_is_bounded_too(hasty: Served) -> None:
+    with connected(hasty) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        assert one_answer(connection) == 404
+        took_s, answer = until_closed(connection, dripping=b" " * 999)
+    assert took_s < LIMIT_S + 1
+    assert answer == b""
+
+
+def test_an_answer_may_take_longer_than_its_request(hasty: Served) -> None:
+    hasty.engine.first_delay_s = LIMIT_S * 1.5
+    try:
+        response = httpx.post(hasty.url + CHAT, json=chat_body())
+    finally:
+        hasty.engine.reset()
+    assert response.status_code == 200
+    assert response.elapsed.total_seconds() > LIMIT_S
+
+
+def test_of_many_silent_connections_the_oldest_are_closed(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and not when their time is over."""
+    monkeypatch.setattr(connections, "MOST_WAITING", 3)
+    silent = [connected(served) for _ in range(3)]
+    assert open_still(silent[0], 1.2)
+    silent.append(connected(served))
+    began = time.monotonic()
+    assert until_closed(silent[0])[1] == b""
+    assert time.monotonic() - began < 1
+    assert all(open_still(each) for each in silent[1:])
+    check_health(silent[1])  # it sends at last, and owes nothing any more
+    check_serving(http)
+    assert open_still(silent[2])
+    for each in silent:
+        each.close()
+
+
+def test_clients_that_come_together_are_all_served(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_WAITING", 3)
+    together = [connected(served) for _ in range(20)]
+    for each in together:
+        check_health(each)
+        each.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "a part of it"])
+def test_a_tls_handshake_that_is_not_finished_is_given_up(tmp_path: Path, sent: bytes) -> None:
+    certificate = Certificate(*make_certificate(tmp_path, "one"))
+    with serving(ScriptedEngine(), certificate=certificate, body_timeout_s=LIMIT_S) as served:
+        with connected(served) as connection:
+            connection.sendall(sent)
+            took_s, _ = until_closed(connection)
+        assert LIMIT_S * 0.9 < took_s < LIMIT_S + 1
+        assert httpx.get(f"{served.url}/health", verify=False).status_code == 200

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 
 from ropeway.server.app import create_app
-from ropeway.server.listening import bind
+from ropeway.server.listening import Certificate, Listener, bind
 from ropeway.settings import resolve
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -44,32 +43,33 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    engine: ScriptedEngine, sampling_defaults: dict[str, float] | None = None, **fields: Any
+    engine: ScriptedEngine,
+    sampling_defaults: dict[str, float] | None = None,
+    certificate: Certificate | None = None,
+    **fields: Any,
 ) -> Iterator[Served]:
     """Serve ``engine`` on a free port, with settings as ``LLM`` takes them."""
     config = resolve({"model": "scripted", **fields}, environ={}, given_as="argument").config
     bound = bind("127.0.0.1", 0, "port")
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    ready: Future[tuple[FastAPI, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
+    url = f"http{'' if certificate is None else 's'}://127.0.0.1:{bound.getsockname()[1]}"
+    ready: Future[tuple[FastAPI, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def main() -> None:
-        app = create_app(engine, config, sampling_defaults=sampling_defaults)
-        server = uvicorn.Server(
-            uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-        )
-        ready.set_result((app, asyncio.get_running_loop(), server))
-        await server.serve(sockets=[bound])
+        app, over = create_app(engine, config, sampling_defaults=sampling_defaults), asyncio.Event()
+        listener = Listener(app, bound, "port", config.server.body_timeout_s, certificate)
+        await listener.start()
+        ready.set_result((app, asyncio.get_running_loop(), over))
+        await over.wait()
+        await listener.stop()
         await app.state.ropeway.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    app, loop, server = ready.result(10)
-    while not server.started:
-        time.sleep(0.005)
+    app, loop, over = ready.result(10)
     try:
         yield Served(url, engine, app, loop)
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(over.set)
         thread.join(10)
 
 

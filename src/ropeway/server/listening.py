@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ropeway.errors import ConfigError
+from ropeway.server.connections import Connection, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,11 @@ class Certificate:
 class Listener:
     """uvicorn on a bound socket, without its signal handling."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket, field: str, certificate: Certificate | None = None) -> None:
-        """``field``: the setting that chose the port, for an error to name. ``certificate``: for HTTPS."""
+    def __init__(
+        self, app: FastAPI, bound: socket.socket, field: str, arrival_s: float, certificate: Certificate | None = None
+    ) -> None:
+        """``field``: the setting that chose the port, for an error to name. ``arrival_s``: how long a client has for a
+        TLS handshake, and then for a request's head. ``certificate``: for HTTPS."""
         self._bound = bound
         self._field = field
         self._certificate = certificate
@@ -119,7 +123,8 @@ class Listener:
                 backlog=2048,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=1,
-            )
+            ),
+            arrival_s,
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -149,6 +154,29 @@ class Listener:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, arrival_s: float) -> None:
+        super().__init__(config)
+        self._arrival_s = arrival_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own on bound sockets, with connections of ours; it hands on no limit for TLS handshakes."""
+        context, waiting = self.config.ssl, Waiting()
+
+        def connection() -> Connection:
+            return Connection(self.config, self.server_state, self._arrival_s, waiting)
+
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connection,
+                sock=each,
+                backlog=self.config.backlog,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else self._arrival_s,
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

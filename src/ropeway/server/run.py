@@ -66,7 +66,7 @@ async def serve(config: Config, start_engine: StartEngine, restart: StartEngine 
         api_socket, management_socket = _bind_both(config.server, stack)
         stack.enter_context(signals.caught())
         management_app = create_management_app()
-        management = Listener(management_app, management_socket, "management_port")
+        management = Listener(management_app, management_socket, "management_port", config.server.body_timeout_s)
         await management.start()
         engine: AsyncEngine | None = None
         try:
@@ -102,7 +102,7 @@ async def _serve_api(
     defaults = await asyncio.to_thread(_sampling_defaults, config)
     app = create_app(engine, config, sampling_defaults=defaults)
     state: State = app.state.ropeway
-    api = Listener(app, api_socket, "port", certificate)
+    api = Listener(app, api_socket, "port", config.server.body_timeout_s, certificate)
     await api.start()
     management_app.state.ropeway = state
     signals.on_hangup = functools.partial(_reload_keys, state)
