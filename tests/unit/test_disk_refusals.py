@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.disk_blocks import LAYOUT
-from tests.support.disk_store import FILE_BYTES, Open, disks
+from tests.support.disk_store import BLOCK_BYTES, FILE_BYTES, Open, disks
 
 
 @pytest.fixture
@@ -105,6 +105,32 @@ def test_an_error_while_writing_is_a_failure_with_advice_and_is_tried_again_late
     assert one.save(3)
     assert one.store.failure is None
     assert one.held(1, 2, 3) == [1, 3]
+
+
+def test_a_disk_that_stays_full_is_told_once(
+    stores: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though there is room for the small file that is written when it is tried again."""
+    real = os.write
+
+    def refuse_blocks(file: int, data: Any) -> int:
+        if len(data) == BLOCK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data)
+
+    one = stores(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse_blocks)
+        for number in range(3):
+            one.store._retry_at = 0.0
+            assert not one.save(number)
+            assert one.store.failure is not None
+    assert one.store.errors == 3
+    one.store._retry_at = 0.0
+    assert one.save(3)
+    assert one.store.failure is None
+    told = [record.getMessage() for record in caplog.records]
+    assert [("saves nothing" in line, "works again" in line) for line in told] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["the folder itself", "a folder above it"])

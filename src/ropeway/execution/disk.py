@@ -110,7 +110,7 @@ class DiskStore:
         self._failure: str | None = None
         self._retry_at = 0.0
         self._ready = False
-        """The folder has been found to be writable, and nothing has failed since."""
+        """The folder has been found to be usable, and nothing has failed since."""
         self._foreign = False
         """The sub-folder says that it belongs to another layout: nothing in it is read."""
 
@@ -233,6 +233,9 @@ class DiskStore:
             return False
         self._index.add(key)
         self.saved += 1
+        if self._failure is not None:
+            log.warning("the disk cache in %s works again", self.folder)
+            self._failure = None
         return True
 
     def _load(self, key: bytes, host_block: int) -> bool:
@@ -264,7 +267,8 @@ class DiskStore:
     # ----------------------------------------------------------------------- the folder
 
     def _open(self) -> bool:
-        """Look at the sub-folder and make sure that it can be written; sets ``failure`` or ends it."""
+        """Look at the sub-folder and make sure that files can be made there; sets ``failure`` where not. A block is
+        larger than what is tried here: that a failure is over shows when one is saved."""
         try:
             self._check_layout()
             if not self.blocks:
@@ -275,9 +279,7 @@ class DiskStore:
         except _Unusable as unusable:
             self._fail(str(unusable))
         else:
-            if self._failure is not None:
-                log.warning("the disk cache in %s works again", self.folder)
-            self._failure, self._ready = None, True
+            self._ready = True
         return self._ready
 
     def _check_layout(self) -> None:
