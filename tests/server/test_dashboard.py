@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_figures_are_those_of_the_engine(served: Served, http: httpx.Client) -> 
     assert now["requests"][0]["ended"]
     assert now["failure"] is None
     assert "Hi" not in str(now["requests"])
+
+
+def test_how_long_it_is_up_does_not_jump_with_the_walls_clock(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = http.get("/dashboard/now").json()
+    wall = time.time
+    for jump_s in (-3600.0, 86400.0):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: wall() + jump_s)
+        now = http.get("/dashboard/now").json()
+        assert abs(now["now_s"] - before["now_s"] - jump_s) < 60
+        assert 0 < now["up_s"] - before["up_s"] < 60
 
 
 def test_a_dead_engine_is_shown_as_one(http: httpx.Client, served: Served) -> None:

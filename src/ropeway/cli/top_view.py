@@ -99,7 +99,7 @@ class TopApp(App[None]):
     def _show(self, now: dict[str, Any]) -> None:
         before = self._before or now
         self._before = now
-        passed_s = now["now_s"] - before["now_s"]
+        passed_s = now["up_s"] - before["up_s"]  # the wall's clock may jump
         if passed_s > 0:
             self._rates.append((now["tokens"]["generation"] - before["tokens"]["generation"]) / passed_s)
         stats, limits = now["stats"], now["limits"]

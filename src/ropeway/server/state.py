@@ -37,6 +37,7 @@ class State:
         self.config = config
         self.sampling_defaults = sampling_defaults
         self.created = int(time.time())
+        self.began_s = time.monotonic()
         names = config.server.served_model_name or config.model.model
         self.model_names = [name.strip() for name in names.split(",")] if config.server.served_model_name else [names]
         self.most_requests = config.server.max_queue + engine.info.max_num_seqs

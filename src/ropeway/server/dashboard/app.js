@@ -183,7 +183,7 @@ function drawAll() {
 }
 
 function note(now) {
-  const then = before || now, passed = now.now_s - then.now_s;
+  const then = before || now, passed = now.up_s - then.up_s;  // the wall's clock may jump
   const rate = name => passed > 0 ? (now.tokens[name] - then.tokens[name]) / passed : null;
   const of = (name, share) => before ? quantile(now.latencies[name], then.latencies[name], share) : null;
   const point = { time: new Date(now.now_s * 1000), tokens: rate("generation"), prompts: rate("prompt"),

@@ -100,7 +100,7 @@ async def snapshot(state: State) -> dict[str, Any]:
         "version": __version__,
         "model": state.model_names[0],
         "now_s": time.time(),
-        "up_s": time.time() - state.created,
+        "up_s": time.monotonic() - state.began_s,
         "failure": engine.failure,
         "restarts": restarts_of(engine),
         "draining": state.door.closed,
