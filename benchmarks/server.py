@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 _START_S = 120.0
+_IDLE_S = 60.0
 
 
 @dataclass
@@ -51,6 +52,33 @@ class Server:
         lines = (line.rsplit(" ", 1) for line in response.text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in lines}
 
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """Of as many connections as are asked for."""
+        limits = httpx.Limits(max_connections=1000, max_keepalive_connections=100)
+        async with httpx.AsyncClient(base_url=self.url, timeout=120.0, limits=limits, trust_env=False) as client:
+            yield client
+
+    def until_idle(self) -> None:
+        """Return when no request runs or waits, after a minute in any case."""
+        deadline = time.monotonic() + _IDLE_S
+        while time.monotonic() < deadline:
+            samples = self.samples()
+            if samples["ropeway_num_requests_running"] + samples["ropeway_num_requests_waiting"] == 0:
+                return
+            time.sleep(0.1)
+
+    def held_blocks(self) -> float:
+        """Blocks of the KV pool that are held when it is idle."""
+        self.until_idle()
+        return self.samples()['ropeway_kv_blocks{state="live"}']
+
+    def serves(self) -> bool:
+        """Whether a chat is answered."""
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        return bool(answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"])
+
     def ready(self) -> bool:
         try:
             url = f"http://127.0.0.1:{self.management_port}/ready"
@@ -75,22 +103,30 @@ class Server:
 
 
 @contextmanager
-def running(model: str, *flags: str, python: Path | str = sys.executable, bare: bool = False) -> Iterator[Server]:
+def running(
+    model: str,
+    *flags: str,
+    python: Path | str = sys.executable,
+    bare: bool = False,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Iterator[Server]:
     """Started on entering, ready; ended, with everything it started, on leaving. ``bare``: with nothing in reach that
-    ``python`` does not have itself."""
+    ``python`` does not have itself. ``environment``: beside this process's. ``log``: the file it writes to; by default
+    one that is gone on leaving."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log = log or Path(folder) / "log"
         ports = free_port(), free_port()
         command = [
             *(str(python), "-m", "ropeway", "serve", model, "--served-model-name", "model"),
             *("--port", str(ports[0]), "--management-port", str(ports[1])),
             *flags,
         ]
-        place = folder if bare else None
-        environment = {name: value for name, value in os.environ.items() if not bare or name != "PYTHONPATH"}
+        variables = {name: value for name, value in os.environ.items() if not bare or name != "PYTHONPATH"}
+        variables |= environment or {}
         with (
             log.open("wb") as out,
-            subprocess.Popen(command, stdout=out, stderr=out, cwd=place, env=environment) as process,
+            subprocess.Popen(command, stdout=out, stderr=out, cwd=folder if bare else None, env=variables) as process,
         ):
             server = Server(*ports, process, log, flags=flags)
             try:

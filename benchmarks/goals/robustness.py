@@ -1,5 +1,6 @@
 """Bad clients and bad luck: hostile requests, an engine that is killed, clients that leave or read nothing, ten times
-the load that can be served. Afterwards nothing is lost, nothing is held, and the server answers."""
+the load that can be served, a full disk, a clock that jumps. Afterwards nothing is lost, nothing is held, and the
+server answers."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import httpx
 
+from benchmarks.goals import clock_jumps, full_disk
 from benchmarks.goals.verdict import Check, Outcome, table_of
 from benchmarks.hostile import HostileRequest, requests
 from benchmarks.server import Server, running
@@ -45,21 +46,30 @@ def measure(model: str = "smollm2-135m", hostile: int = HOSTILE) -> Outcome:
             began = time.monotonic()
             figures[name] = asyncio.run(part())
             figures[name]["wall_s"] = time.monotonic() - began
-            figures[name]["leaked_blocks"] = _leaked(server)
-            figures[name]["serves"] = _serves(server)
-    leaked = sum(part["leaked_blocks"] for part in figures.values())
+            figures[name]["leaked_blocks"] = server.held_blocks()
+            figures[name]["serves"] = server.serves()
+    more: list[Check] = []
+    for name, measured in (("full_disk", full_disk.measure), ("clock_jumps", clock_jumps.measure)):
+        began = time.monotonic()
+        figures[name], checks = measured(model)
+        figures[name]["wall_s"] = time.monotonic() - began
+        more += checks
+    parts = [part for part in figures.values() if "skipped" not in part]
+    leaked = sum(part["leaked_blocks"] for part in parts)
     checks = [
         Check("5xx that nobody documents, over hostile requests", figures["hostile"]["unexplained"], 0, "at most"),
         Check("hostile requests without any answer", figures["hostile"]["unanswered"], 0, "at most"),
         Check("blocks held when all is over", leaked, 0, "at most"),
-        Check("parts after which the server answers", sum(part["serves"] for part in figures.values()), len(figures)),
+        Check("parts after which the server answers", sum(part["serves"] for part in parts), len(parts)),
         Check("streams of a killed engine that end without an error", figures["killed"]["silent"], 0, "at most"),
         Check("until it serves again after a kill", figures["killed"]["back_s"], 10.0, "at most", "s"),
         Check("under 10x load: answers other than 200 and 429", figures["overload"]["other"], 0, "at most"),
         Check("under 10x load: longest queue beyond its bound", figures["overload"]["beyond"], 0, "at most"),
+        *more,
     ]
     rows = [
-        [name, part["wall_s"], part["leaked_blocks"], str(part.get("statuses", ""))] for name, part in figures.items()
+        [name, part["wall_s"], part.get("leaked_blocks", "-"), part.get("skipped") or str(part.get("statuses", ""))]
+        for name, part in figures.items()
     ]
     return Outcome(checks, figures, [table_of("robustness", ["part", "seconds", "leaked", "answers"], rows)])
 
@@ -68,18 +78,11 @@ def _body(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, **fields}
 
 
-@contextlib.asynccontextmanager
-async def _client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=100)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120.0, limits=limits, trust_env=False) as client:
-        yield client
-
-
 async def _hostile(server: Server, count: int) -> dict[str, Any]:
     statuses: Counter[str] = Counter()
     examples: list[dict[str, Any]] = []
 
-    async with _client(server) as client:
+    async with server.client() as client:
 
         async def send(request: HostileRequest) -> None:
             try:
@@ -130,7 +133,7 @@ async def _bounded(works: Any, most: int) -> None:
 
 async def _storm(server: Server) -> dict[str, Any]:
     """Clients that leave as soon as they have seen a little."""
-    async with _client(server) as client:
+    async with server.client() as client:
 
         async def one(number: int) -> None:
             with contextlib.suppress(httpx.HTTPError, TimeoutError):
@@ -155,11 +158,11 @@ async def _slow_readers(server: Server) -> dict[str, Any]:
         each.connect(("127.0.0.1", server.port))
         each.sendall(head + body)
         sockets.append(each)
-    async with _client(server) as client:
+    async with server.client() as client:
         began = time.monotonic()
         answer = await client.post(_CHAT, json=_body())
         beside_s = time.monotonic() - began
-    await asyncio.to_thread(_until_idle, server)
+    await asyncio.to_thread(server.until_idle)
     for each in sockets:
         each.close()
     return {"readers": len(sockets), "a_request_beside_s": beside_s, "status": answer.status_code}
@@ -168,7 +171,7 @@ async def _slow_readers(server: Server) -> dict[str, Any]:
 async def _killed(server: Server) -> dict[str, Any]:
     """SIGKILL to the engine with streams under way and requests waiting."""
     silent = 0
-    async with _client(server) as client:
+    async with server.client() as client:
 
         async def one() -> None:
             nonlocal silent
@@ -202,7 +205,7 @@ async def _overload(server: Server) -> dict[str, Any]:
     """First what it can take, then ten times as many clients, each of which comes again at once."""
     statuses: Counter[int] = Counter()
     longest = 0.0
-    async with _client(server) as client:
+    async with server.client() as client:
 
         async def user(until_s: float) -> None:
             while time.monotonic() < until_s:
@@ -220,22 +223,3 @@ async def _overload(server: Server) -> dict[str, Any]:
         await asyncio.gather(*users)
     other = sum(count for status, count in statuses.items() if status not in (200, 429))
     return {"statuses": dict(statuses), "other": other, "longest_queue": longest, "beyond": max(longest - 64, 0)}
-
-
-def _until_idle(server: Server, within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        samples = server.samples()
-        if samples["ropeway_num_requests_running"] + samples["ropeway_num_requests_waiting"] == 0:
-            return
-        time.sleep(0.1)
-
-
-def _leaked(server: Server) -> float:
-    _until_idle(server)
-    return server.samples()['ropeway_kv_blocks{state="live"}']
-
-
-def _serves(server: Server) -> bool:
-    answer = httpx.post(server.url + _CHAT, json=_body(), timeout=60, trust_env=False)
-    return bool(answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"])

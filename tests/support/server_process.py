@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -9,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import httpx
 import openai
@@ -24,13 +26,26 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """Started on entering; ended, with everything it started, on leaving."""
+    """Started on entering; ended, with everything it started, on leaving. ``environment``: beside this process's;
+    ``log``: the file it writes to."""
 
-    def __init__(self, model: Path | str, *flags: str, ready_s: float = 90.0) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        ready_s: float = 90.0,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
         self.port, self.management_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._ready_s = ready_s
-        self._log = tempfile.NamedTemporaryFile(prefix="ropeway-log-", mode="w+b")  # noqa: SIM115
+        self._environment = environment or {}
+        self._log: IO[bytes]
+        if log is None:
+            self._log = tempfile.NamedTemporaryFile(prefix="ropeway-log-", mode="w+b")  # noqa: SIM115
+        else:
+            self._log = log.open("wb")
         self.command = [
             *(sys.executable, "-m", "ropeway", "serve", str(model)),
             *("--port", str(self.port), "--management-port", str(self.management_port)),
@@ -41,7 +56,8 @@ class ServerProcess:
 
     def start(self) -> Self:
         """Start without waiting."""
-        self.process = subprocess.Popen(self.command, stdout=self._log, stderr=self._log)
+        variables = {**os.environ, **self._environment}
+        self.process = subprocess.Popen(self.command, stdout=self._log, stderr=self._log, env=variables)
         return self
 
     def __enter__(self) -> Self:
