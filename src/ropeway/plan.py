@@ -72,6 +72,11 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         """Positions whose keys the step reads, over all rows, their own included."""
         return int(self.start.sum() + self.count.sum())
 
+    @property
+    def copies(self) -> bool:
+        """Whether blocks are copied."""
+        return len(self.to_host) > 0 or len(self.to_device) > 0
+
 
 class Masks(msgspec.Struct, frozen=True, eq=False):
     """Which tokens some rows of a step may sample."""

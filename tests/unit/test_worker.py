@@ -16,6 +16,7 @@ from ropeway.models.registry import load_model
 from ropeway.parallel.communicator import SingleProcess
 from ropeway.plan import Plan, Result, Seat
 from ropeway.request import SamplingParams
+from ropeway.trace import COMPUTE, Trace
 from tests.support.devices import DEVICES, device, lazy_device
 from tests.support.tiny_models import tiny_checkpoint
 
@@ -248,6 +249,15 @@ def test_a_result_says_what_the_step_took_and_apart_from_it_what_the_copies_took
     assert result.copy_s >= 0.05
     assert result.elapsed_s >= 0.09
     assert result.copy_s + result.elapsed_s <= whole - 0.1
+
+
+def test_a_trace_shows_copies_of_the_plans_that_have_some() -> None:
+    bench = Bench("reference")
+    trace = bench.executor.worker.trace = Trace()
+    bench.run(plan(1, [(0, 0, len(PROMPT), [0, 1, 2])], seats=[seat(0, PROMPT)]))
+    bench.run(plan(2, [(0, len(PROMPT), 1, [])], to_host=[(0, 0)]))
+    names = [name for name, *_ in trace.intervals(COMPUTE)]
+    assert names == ["forward", "sample", "copies", "forward", "sample"]
 
 
 def test_rows_that_sample_nothing_are_timed_too() -> None:

@@ -29,8 +29,6 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 _INTS = ProgramInput()
 _PROMPT_ROWS = 32
 """Of logits that are held at once for log-probabilities of prompts."""
-_SHOWN_S = 1e-5
-"""Copies that take less are none."""
 
 
 class Worker:
@@ -127,7 +125,7 @@ class Worker:
 
     def copy(self, plan: Plan) -> None:
         """Copy the plan's blocks, to the host first. Raises ``RuntimeError`` for copies without host memory."""
-        if not len(plan.to_host) and not len(plan.to_device):
+        if not plan.copies:
             return
         if self.host is None:
             raise RuntimeError("a plan copies blocks, but the worker has no host memory")
@@ -273,7 +271,7 @@ class Step:
         ended = time.perf_counter()
         self._copy_s, self._device_s = copied - began, ended - copied
         if (trace := self._worker.trace) is not None:
-            if self._copy_s > _SHOWN_S:
+            if self.plan.copies:
                 trace.add(COMPUTE, "copies", began, copied)
             if self._micro_batches is None:  # which tell of themselves
                 trace.add(COMPUTE, "forward", copied, ended, step=self.plan.seq, tokens=self.plan.num_tokens)
