@@ -1,4 +1,4 @@
-"""The second host's ranks, as a user starts them; on this machine."""
+"""The second host's ranks, as a user starts them; on this machine, or in a network of their own on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ropeway.bench.network import TwoHosts
 from tests.support.server_process import free_port
 
 
@@ -24,13 +25,15 @@ def three_ports() -> int:
 
 
 @contextlib.contextmanager
-def other_host(fields: Mapping[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """``fields``: of the engine on the first host, its ``master_port`` included."""
+def other_host(fields: Mapping[str, Any], hosts: TwoHosts | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """``fields``: of the engine on the first host, its ``master_port`` included. ``hosts``: whose second one it is."""
     command = [
         *(sys.executable, "-m", "ropeway", "serve", "--node-rank", "1"),
         *("--nnodes", str(fields["nnodes"]), "--tensor-parallel-size", str(fields["tensor_parallel_size"])),
         *("--master-port", str(fields["master_port"])),
     ]
+    if hosts is not None:
+        command = hosts.on_second([*command, "--master-addr", hosts.addresses[0]])
     node = subprocess.Popen(command, env=os.environ | {"ROPEWAY_CLUSTER_SECRET": fields["cluster_secret"]})
     try:
         yield node

@@ -48,6 +48,9 @@ from ropeway.lifeline import hold_to_parent
 from ropeway.version import __version__
 from ropeway.wire import encode
 
+log = logging.getLogger("ropeway.execution.ranks.follower")
+"""This module's name is __main__ when it runs."""
+
 _CONSEQUENCE_S = 1.0
 """A collective that breaks does so because another rank has failed, mostly: so long rank 0 has to find out which, and
 to end this one."""
@@ -90,7 +93,8 @@ class Signs:
                 sent_s = now
                 self._send(Alive())
             if now - heard_s > silence_s:
-                os._exit(1)  # whoever could be told is not there
+                log.error("rank 0 has not been heard of for %.1f s; this rank ends", now - heard_s)
+                os._exit(1)  # rank 0 cannot be told
             if self._socket.poll(int(1000 * BEAT_S / 5)):
                 self._socket.recv()
                 heard_s, silence_s = time.monotonic(), SILENCE_S
