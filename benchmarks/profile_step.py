@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.random_model import SHAPES, random_model
 from ropeway.bench.profile import StepProfile, profile_step
+from ropeway.bench.random_model import random_model
 from ropeway.bench.report import readable, reported_to, settings_of
+from ropeway.bench.shapes import SHAPES
 from ropeway.cli.failures import told_plainly
 from ropeway.settings import resolve
 

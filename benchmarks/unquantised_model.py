@@ -21,7 +21,7 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.random_model import cache_folder
+from ropeway.bench.random_model import cache_folder
 from ropeway.errors import Unsupported
 from ropeway.loading.checkpoint import Checkpoint
 from ropeway.loading.gguf.checkpoint import GGUFCheckpoint

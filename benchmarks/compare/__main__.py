@@ -15,8 +15,8 @@ import typer
 
 from benchmarks.compare.competition import ENGINES, MIXED, WEIGHTS, Options, compare, default_cache
 from benchmarks.compare.report import markdown, plot
-from benchmarks.random_model import SHAPES
 from ropeway.bench.report import reported_to
+from ropeway.bench.shapes import SHAPES
 from ropeway.cli.failures import told_plainly
 
 RESULTS = Path(__file__).parents[1] / "results"

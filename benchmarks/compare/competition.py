@@ -20,9 +20,8 @@ from benchmarks.compare.race import Race, ropeway_digest
 from benchmarks.compare.report import report_of
 from benchmarks.compare.scenarios import Course
 from benchmarks.compare.store import Store
-from benchmarks.random_model import SHAPES, random_model
+from ropeway.bench.random_model import random_model
 from ropeway.bench.workload import read_workload
-from ropeway.errors import ConfigError
 from ropeway.loading.sources import resolve
 
 MIXED = Path(__file__).parents[1] / "workloads" / "mixed32.jsonl"
@@ -68,8 +67,6 @@ def default_cache() -> Path:
 
 def files_of(options: Options) -> ModelFiles:
     """The model of a race. Raises ``ConfigError`` for a shape that is not known, and what finding a model raises."""
-    if options.shape is not None and options.shape not in SHAPES:
-        raise ConfigError(f"there is no shape {options.shape!r}; known are {', '.join(SHAPES)}", param="shape")
     source = random_model(options.shape) if options.shape else resolve(options.model or "")
     return ModelFiles(source, options.cache / "models", name=options.name)
 

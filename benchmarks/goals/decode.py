@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from benchmarks.goals.raced import LARGE, SMALL, against, outcome_of, race
 from benchmarks.goals.verdict import Check, Outcome
-from benchmarks.random_model import random_model
 from ropeway.bench.latency import measure_latency
+from ropeway.bench.random_model import random_model
 from ropeway.settings import resolve
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 128, 128

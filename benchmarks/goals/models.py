@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.random_model import random_model
+from ropeway.bench.random_model import random_model
 from ropeway.errors import LoadError, ModelNotFound
 from ropeway.loading.sources import resolve
 

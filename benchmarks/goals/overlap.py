@@ -8,9 +8,9 @@ from dataclasses import asdict
 from rich.table import Table
 
 from benchmarks.goals.verdict import Check, Outcome, table_of
-from benchmarks.random_model import random_model
 from ropeway.bench.network import NoNetwork
 from ropeway.bench.overlap import OverlapRun, measure_auto, measure_overlap
+from ropeway.bench.random_model import random_model
 from ropeway.config import Config
 from ropeway.settings import resolve
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.goals.models import SMALL, small_model
 from benchmarks.goals.verdict import Check, Outcome, table_of
-from benchmarks.random_model import random_model
+from ropeway.bench.random_model import random_model
 from ropeway.bench.startup import StartUpFigures, measure_startup, report, resident_limit
 
 LARGE = "qwen3-0.6b"

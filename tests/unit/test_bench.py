@@ -13,7 +13,6 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.random_model import SHAPES, random_model
 from ropeway.bench.driver import Driver, Run
 from ropeway.bench.latency import Latency, measure_latency, prefill_flops, step_weight_bytes
 from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
@@ -21,7 +20,9 @@ from ropeway.bench.overhead import measure_overhead
 from ropeway.bench.preemption import KINDS, ResumeCost, measure_preemption, report
 from ropeway.bench.prefix import measure_prefix, measure_zero_hits
 from ropeway.bench.profile import HOST, profile_step
+from ropeway.bench.random_model import random_model
 from ropeway.bench.report import readable, reported_to
+from ropeway.bench.shapes import SHAPES
 from ropeway.bench.throughput import Throughput, measure_throughput
 from ropeway.bench.workload import WorkloadRequest, mixed_workload, totals, write_workload
 from ropeway.cli import bench_memory
@@ -443,6 +444,40 @@ def test_bench_overhead_takes_several_numbers_of_sequences(tmp_path, counts):
         *((8, False), (8, True)),
     ]
     assert all(0 <= each["bubble"] < 1 and each["host_us_per_step"]["p50"] > 0 for each in runs)
+
+
+def test_bench_overlap_takes_a_shape_in_place_of_a_model(tmp_path, monkeypatch):
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["qwen3-0.6b"], **sizes, **heads})
+    monkeypatch.setenv("ROPEWAY_CACHE", str(tmp_path))
+    steps = ("--prompt-tokens", "64", "--repeat", "2", "--kv-blocks", "64", "--threads", "1")
+    result = run("overlap", "--shape", "tiny", *steps, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [(each["mode"], each["what"]) for each in report["runs"]] == [
+        (mode, kind)
+        for overlapped in ("micro_batch", "fused")
+        for kind in ("one prompt", "many prompts")
+        for mode in ("serial", overlapped)
+    ]
+    assert all(each["wall_s"] > each["exposed_comm_s"] > 0 for each in report["runs"])
+    assert [case["what"] for case in report["crossover"]] == ["many prompts", "one prompt"]
+    assert report["settings"]["model"] == "tiny (random weights)"
+    assert (tmp_path / "benchmarks" / "tiny-random-0" / "model.safetensors").stat().st_size > 2 * 320 * 64
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--shape", "gpt-2"), f"there is no shape 'gpt-2'; known are {', '.join(SHAPES)}"),
+        (("smollm2-135m", "--shape", "qwen3-0.6b"), "MODEL smollm2-135m and --shape qwen3-0.6b exclude each other"),
+    ],
+)
+def test_bench_overlap_refuses_a_strange_shape_and_a_model_beside_one(given, said):
+    result = run("overlap", *given)
+    assert result.exit_code == 1
+    assert said in result.output
 
 
 @pytest.fixture(scope="module")

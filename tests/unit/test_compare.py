@@ -36,7 +36,8 @@ from benchmarks.compare.store import Round, Store
 from benchmarks.compare.w8a8 import write_w8a8
 from benchmarks.goals import raced
 from benchmarks.goals.__main__ import GOALS
-from benchmarks.random_model import SHAPES, random_model
+from ropeway.bench.random_model import random_model
+from ropeway.bench.shapes import SHAPES
 from ropeway.bench.workload import WorkloadRequest
 from ropeway.errors import ConfigError
 from ropeway.loading.open import open_checkpoint

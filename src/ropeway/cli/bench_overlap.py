@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ropeway.bench.shapes import SHAPES
 from ropeway.cli.failures import told_plainly
 from ropeway.cli.options import ConfigFile, Model, resolved, with_settings
 from ropeway.cli.terminal import JsonFile, print_table, progress_bar
+from ropeway.errors import ConfigError
 from ropeway.logs import log_to_stderr
 
 if TYPE_CHECKING:
@@ -24,6 +26,14 @@ _FRACTIONS = (0.2, 0.35, 0.5)
 @with_settings("model", "cache", "scheduler", "engine", "parallel.tensor_parallel_size", "parallel.collectives")
 def overlap(
     model: Model = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Instead of MODEL: random weights of a known shape, which are kept; {', '.join(SHAPES)}.",
+            show_default=False,
+        ),
+    ] = None,
     netns: Annotated[
         bool,
         typer.Option(
@@ -64,12 +74,19 @@ def overlap(
     """How much communication between ranks is hidden: steps run whole, in two micro-batches and with fused collectives,
     in turns."""
     log_to_stderr(logging.ERROR)
+    if model is not None and shape is not None:
+        raise ConfigError(f"MODEL {model} and --shape {shape} exclude each other; give one", param="shape")
     chosen = tokens or list(_TOKENS)
     netns = netns or bool(link_rates or fractions)
     flags["prefix_cache"] = False
     flags["max_batched_tokens"] = max(*chosen, flags.get("max_batched_tokens") or 0)
     flags["tensor_parallel_size"] = 2 if netns else flags.get("tensor_parallel_size") or 2
+    if shape is not None:
+        from ropeway.bench.random_model import random_model
+
+        model = str(random_model(shape))
     settings = resolved(model, config, flags).config
+    name = settings.model.model if shape is None else f"{shape} (random weights)"
     from ropeway.bench.overlap import crossover, measure_overlap
     from ropeway.bench.report import reported_to, settings_of
 
@@ -89,9 +106,9 @@ def overlap(
             runs=[dataclasses.asdict(run) for run in runs],
             crossover=best,
             repeat=repeat,
-            settings=settings_of(settings),
+            settings=settings_of(settings) | {"model": name},
         )
-    print_table(_runs_table(f"{settings.model.model}: communication hidden, medians of {repeat} turns", runs))
+    print_table(_runs_table(f"{name}: communication hidden, medians of {repeat} turns", runs))
     for case in best:
         link = "" if case["link_rate"] is None else f" over {case['link_rate']}"
         typer.echo(f"{case['tokens']:,} tokens, {case['what']}{link}: {case['best']} is best ({case['speedup']:.2f}x)")
