@@ -80,6 +80,7 @@ format: setup  ## Format the code and fix what the linter can fix
 
 docs-figures: setup  ## Draw the pictures of docs/ anew
 	$(BIN)/python -m benchmarks.overlap_figure
+	$(BIN)/python -m benchmarks.async_figure
 	$(BIN)/python -m benchmarks.screens
 
 # Needs nothing but the standard library, so nothing is set up for it.

@@ -1,4 +1,6 @@
-"""Goal 11: what a step costs the host, plain and with every feature of the scheduler on.
+"""Goal 11: what a step costs the host, plain and with every feature of the scheduler on; and for how much of the time
+the device has nothing to do between steps, on the timer and on the CPU, where the tokens must be those of synchronous
+scheduling.
 
 The limits are for steps back to back. With steps of 5 ms, whose host sleeps meanwhile, the figures show the machine
 rather than the code (``python -m benchmarks.after_sleep``); they are printed beside the others, and so is what a step
@@ -11,13 +13,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 
+from benchmarks.goals.models import small_model
 from benchmarks.goals.verdict import Check, Outcome, table_of
+from ropeway.bench.bubbles import Comparison, measure_bubbles
 from ropeway.bench.overhead import Features, OverheadRun, measure_overhead
+from ropeway.settings import resolve
 
 SEQUENCES = (64, 256, 1024)
 FEATURES: tuple[Features, ...] = ("plain", "all", "contested")
 LIMITED = ("plain", "all")
 BUBBLE_AT = 256
+CPU_SEQUENCES, CPU_STEPS, CPU_TURNS = 8, 30, 5
+CPU_BUBBLE = 0.02
+"""Twice the timer's: a step of a real model is two pieces of work, forward and sampling, between which the device's
+thread is in Python, and the host's works on the cores that compute."""
 
 
 def limits(running: float) -> tuple[float, float]:
@@ -26,9 +35,15 @@ def limits(running: float) -> tuple[float, float]:
 
 
 def measure(
-    *, sequences: Sequence[int] = SEQUENCES, steps: int = 1000, steps_ms: Sequence[float] = (5.0, 0.0), rounds: int = 3
+    *,
+    sequences: Sequence[int] = SEQUENCES,
+    steps: int = 1000,
+    steps_ms: Sequence[float] = (5.0, 0.0),
+    rounds: int = 3,
+    model: str | None = None,
 ) -> Outcome:
-    """Every setting is run once in each of the ``rounds``; the run that is the median one counts."""
+    """Every setting is run once in each of the ``rounds``; the run that is the median one counts. ``model``: what is
+    run on the CPU; default: the embedded one."""
     settings = list(product(steps_ms, FEATURES, sequences))
     repeated = [
         [
@@ -40,12 +55,18 @@ def measure(
     runs = [_median(same) for same in zip(*repeated, strict=True)]
     watched = BUBBLE_AT if BUBBLE_AT in sequences else sequences[-1]
     bubble = max(run.bubble for run in runs if run.step_ms == steps_ms[0] and run.sequences == watched)
+    source, label = (model, model) if model is not None else small_model()
+    on_cpu = cpu_bubbles(source)
     outcome = Outcome(
         checks=[
             *(check for run in runs if not run.step_ms and run.features in LIMITED for check in _checks(run)),
             Check(f"bubble with {watched} sequences, steps of {steps_ms[0]:g} ms", bubble, 0.01, "at most", "%"),
+            *_cpu_checks(label, on_cpu),
         ],
-        figures={"runs": [asdict(run) for run in runs]},
+        figures={
+            "runs": [asdict(run) for run in runs],
+            "cpu": {"model": label, "runs": [asdict(run) for run in on_cpu.runs]},
+        },
     )
     outcome.tables = [
         table_of(
@@ -55,6 +76,22 @@ def measure(
         )
     ]
     return outcome
+
+
+def cpu_bubbles(model: str) -> Comparison:
+    """Decode steps of a model on the CPU, synchronously and asynchronously."""
+    config = resolve({"model": model}, environ={}).config
+    return measure_bubbles(config, sequences=CPU_SEQUENCES, steps=CPU_STEPS, turns=CPU_TURNS)
+
+
+def _cpu_checks(model: str, found: Comparison) -> list[Check]:
+    off, on = found.runs
+    name = f"{model} on the CPU, {on.sequences} sequences: "
+    note = f"{off.bubble:.2%} synchronously; a step takes {on.step_ms:.2f} ms, {off.step_ms:.2f} synchronously"
+    return [
+        Check(name + "bubble", on.bubble, CPU_BUBBLE, "at most", "%", note),
+        Check(name + "answers with the tokens of synchronous scheduling", found.same_tokens, 1.0, unit="%"),
+    ]
 
 
 def _median(runs: Sequence[OverheadRun]) -> OverheadRun:

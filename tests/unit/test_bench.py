@@ -13,6 +13,8 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
+from benchmarks import async_figure
+from ropeway.bench.bubbles import decoding_of, measure_bubbles, step_begins
 from ropeway.bench.driver import Driver, Run
 from ropeway.bench.latency import Latency, measure_latency, prefill_flops, step_weight_bytes
 from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
@@ -31,6 +33,7 @@ from ropeway.config import Config
 from ropeway.errors import ConfigError, ContextLengthExceeded
 from ropeway.scheduling.scheduler import MAX_PREEMPTIONS
 from ropeway.settings import resolve
+from ropeway.trace import COMPUTE, Trace
 from tests.support.tiny_models import SMALL, tiny_checkpoint, tiny_oracle
 
 BLOCK = 8
@@ -270,6 +273,47 @@ def test_only_when_contested_do_requests_give_way():
         assert run.running == pytest.approx(16, abs=0.5)
 
 
+# ---------------------------------------------------------------------- bubbles
+
+
+def traced(steps: int, *, forward_s: float, sample_s: float, pause_s: float) -> Trace:
+    """Of a device that does nothing but steps, which is busy for ``forward_s + sample_s`` and then pauses."""
+    trace = Trace()
+    for step in range(steps):
+        begin = step * (forward_s + sample_s + pause_s)
+        trace.add(COMPUTE, "forward", begin, begin + forward_s, step=step)
+        trace.add(COMPUTE, "sample", begin + forward_s, begin + forward_s + sample_s, step=step)
+    return trace
+
+
+def test_a_bubble_is_what_is_left_of_a_step_when_the_device_is_done():
+    run = decoding_of(traced(20, forward_s=0.006, sample_s=0.001, pause_s=0.003), 8, False)
+    assert (run.sequences, run.async_scheduling, run.steps) == (8, False, 13)
+    assert run.bubble == pytest.approx(0.3)
+    assert run.step_ms == pytest.approx(10)
+
+
+def test_the_timer_s_bubble_is_gone_with_asynchronous_scheduling_and_its_trace_tells_it():
+    bubbles = []
+    for mode in (False, True):
+        trace = Trace()
+        run = measure_overhead(32, async_scheduling=mode, step_ms=5.0, steps=60, trace=trace)
+        told = decoding_of(trace, 32, mode)
+        assert told.bubble == pytest.approx(run.bubble, abs=0.05)
+        bubbles.append(told.bubble)
+    assert bubbles[1] < bubbles[0]
+
+
+def test_bubbles_are_compared_over_the_same_tokens():
+    compared = measure_bubbles(tiny_config(device="cpu", threads=1), sequences=3, steps=12, turns=3)
+    assert [(run.async_scheduling, run.steps) for run in compared.runs] == [(False, 12), (True, 12)]
+    assert all(0 <= run.bubble < 1 and run.step_ms > 0 for run in compared.runs)
+    assert compared.same_tokens == 1
+    for trace in compared.traces:
+        assert {name for name, *_ in trace.intervals(COMPUTE)} == {"forward", "sample"}
+        assert len(step_begins(trace)) == 12 + 7
+
+
 # ---------------------------------------------------------------------- latency
 
 
@@ -446,6 +490,15 @@ def test_bench_overhead_takes_several_numbers_of_sequences(tmp_path, counts):
     assert all(0 <= each["bubble"] < 1 and each["host_us_per_step"]["p50"] > 0 for each in runs)
 
 
+def test_bench_overhead_writes_a_timeline_of_the_steps_that_it_measured(tmp_path):
+    result = run("overhead", "--sequences", "4", "--step-ms", "0.2", "--trace", tmp_path / "t.json")
+    assert result.exit_code == 0, result.output
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert names.count("plan") == names.count("submit") == names.count("forward") == 2 * 400
+    assert {round(event["dur"]) for event in events if event["name"] == "forward"} == {200}
+
+
 def test_bench_overlap_takes_a_shape_in_place_of_a_model(tmp_path, monkeypatch):
     sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -552,3 +605,24 @@ def test_a_random_checkpoint_is_written_once(tmp_path, monkeypatch):
     written = weights.stat().st_mtime_ns
     assert random_model("tiny", tmp_path) == weights.parent
     assert weights.stat().st_mtime_ns == written
+
+
+def test_the_steps_that_are_drawn_take_as_long_as_the_median():
+    trace = Trace()
+    at = 0.0
+    for pause in (1, 1, 9, 2, 2, 2, 1, 8, 1):
+        trace.add(COMPUTE, "forward", at, at + 1)
+        at += 1 + pause
+    assert async_figure.typical_steps(trace, 2) == (17, 23)  # two take 4, 5, 6, 6, 11, 12, 13
+
+
+def test_a_picture_of_steps_has_a_track_for_the_host_and_one_for_the_device():
+    trace = traced(12, forward_s=0.006, sample_s=0.001, pause_s=0.003)
+    for step in range(12):
+        trace.add("host", "settle", 0.01 * step - 0.003, 0.01 * step - 0.002, step=step)
+        trace.add("host", "plan", 0.01 * step - 0.002, 0.01 * step, step=step)
+    panel = async_figure.Panel("here", decoding_of(trace, 8, False), trace)
+    (axis,) = async_figure.draw([panel]).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["device", "host"]
+    assert axis.get_title(loc="left") == "here, synchronous: the device has nothing to do for 30.0 % of the time"
+    assert len(axis.patches) > 4 * async_figure.SHOWN

@@ -16,6 +16,7 @@ from benchmarks.goals import (
     chunked,
     determinism,
     kv_types,
+    overhead,
     preemption,
     prefix,
     simulator,
@@ -233,6 +234,20 @@ def test_partial_blocks_and_a_prompts_last_token_are_never_hits():
     # 0 and 1 are there from the second prompt on; of the second one the last block must be computed.
     assert prefix.counted_hits(trace) == 512 + 1024 + 1024
     assert prefix.engine_hits(trace) == 512 + 1024 + 1024
+
+
+# ---------------------------------------------------------------------- 11: host cost of a step
+
+
+def test_asynchronous_scheduling_is_compared_with_synchronous_on_the_cpu():
+    model = str(tiny_checkpoint("llama"))
+    outcome = overhead.measure(sequences=(16,), steps=20, steps_ms=(0.5, 0.0), rounds=1, model=model)
+    bubble, tokens = outcome.checks[-2:]
+    off, on = outcome.figures["cpu"]["runs"]
+    assert (off["async_scheduling"], on["async_scheduling"]) == (False, True)
+    assert bubble.figure == on["bubble"]
+    assert f"{off['bubble']:.2%} synchronously" in bubble.note
+    assert (tokens.figure, tokens.target) == (1.0, 1.0)
 
 
 # ---------------------------------------------------------------------- 14: determinism

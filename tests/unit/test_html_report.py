@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ropeway.bench.html import Distribution, Lines, check_writable, latency_charts, write_report
+from ropeway.bench.html import Distribution, Lines, latency_charts, write_report
 from ropeway.bench.latencies import PooledGaps, Recorder, Status, Targets, figures
+from ropeway.bench.report import check_writable
 from ropeway.errors import ConfigError
 
 NAME = '</script><b>it\'s & "so"'
@@ -167,7 +168,7 @@ def test_latency_charts_show_every_tier(report):
 
 def test_a_file_that_cannot_be_written_is_refused_before_and_at_the_end(tmp_path):
     with pytest.raises(ConfigError, match="cannot write to"):
-        check_writable(tmp_path / "no such folder" / "r.html")
+        check_writable(tmp_path / "no such folder" / "r.html", "html")
     with pytest.raises(ConfigError, match="cannot write to"):
         write_report(tmp_path, "Run", {}, [])
 

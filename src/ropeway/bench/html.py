@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ropeway.bench.latencies import PooledGaps, Recorder, Status
-from ropeway.bench.report import readable
-from ropeway.errors import ConfigError
+from ropeway.bench.report import check_writable, readable
 
 _MOST_POINTS = 2000
 """Of a line. A longer one is drawn by the lowest and the highest point of each of its pieces."""
@@ -64,14 +63,6 @@ def latency_charts(recorder: Recorder) -> list[Chart]:
     ]
 
 
-def check_writable(path: Path) -> None:
-    """Before a long run: raises ``ConfigError`` if there can be no report in this file."""
-    try:
-        path.open("a").close()  # a folder can be touched
-    except OSError as error:
-        raise ConfigError(f"cannot write to {path}: {error.strerror}", param="html") from error
-
-
 def write_report(path: Path, title: str, figures: Mapping[str, Any], charts: Sequence[Chart]) -> None:
     """Write the figures as tables and the charts below them. Raises ``ConfigError`` if the file can't be written.
 
@@ -80,7 +71,7 @@ def write_report(path: Path, title: str, figures: Mapping[str, Any], charts: Seq
     from plotly.offline import get_plotlyjs
 
     heading = html.escape(title)
-    check_writable(path)
+    check_writable(path, "html")
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>{_STYLE}</style>
 <script>{get_plotlyjs()}</script></head>

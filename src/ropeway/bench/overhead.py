@@ -32,6 +32,7 @@ from ropeway.plan import Plan, Result
 from ropeway.request import SamplingParams
 from ropeway.scheduling.scheduler import Scheduler
 from ropeway.tiers import DEFAULT_TIERS
+from ropeway.trace import Trace
 
 Features = Literal["plain", "all", "contested"]
 T = TypeVar("T")
@@ -125,9 +126,10 @@ def measure_overhead(
     steps: int = 400,
     features: Features = "plain",
     prefix_cache: bool = True,
+    trace: Trace | None = None,
 ) -> OverheadRun:
     """Run ``steps`` steps with ``sequences`` requests running: a closed loop in which every request that ends is
-    followed by a new one with a prompt of 32 tokens."""
+    followed by a new one with a prompt of 32 tokens. ``trace``: takes what happens in these steps."""
     scheduler = _scheduler(sequences, features)
     step_s = 0.0
     executor = TimerExecutor(lambda plan: step_s)
@@ -164,6 +166,7 @@ def measure_overhead(
         for _ in range(_WARM_UP[features]):
             turn()
         engine.drain()
+        engine.trace = executor.trace = trace
         step_s = step_ms / 1000
         executor.stream.busy_s = executor.stream.idle_s = 0.0
         for noted in (scheduler.plan_us, scheduler.settle_us, scheduler.running, submit_us):
@@ -194,10 +197,12 @@ def measure_overhead(
     )
 
 
-def report(sequences: list[int], step_ms: float, features: Features = "plain") -> dict[str, Any]:
-    """Every number of sequences, asynchronous scheduling off and on."""
+def report(
+    sequences: list[int], step_ms: float, features: Features = "plain", trace: Trace | None = None
+) -> dict[str, Any]:
+    """Every number of sequences, asynchronous scheduling off and on; one run after the other in the ``trace``."""
     runs = [
-        measure_overhead(count, async_scheduling=mode, step_ms=step_ms, features=features)
+        measure_overhead(count, async_scheduling=mode, step_ms=step_ms, features=features, trace=trace)
         for count in sequences
         for mode in (False, True)
     ]

@@ -26,15 +26,20 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items() if name not in SECRETS}
 
 
+def check_writable(file: Path, param: str) -> None:
+    """Before a long run: raises ``ConfigError``, naming the setting, if nothing can be written to this file."""
+    try:
+        file.open("a").close()  # a folder can be touched
+    except OSError as error:
+        raise ConfigError(f"cannot write to {file}: {error.strerror}", param=param) from error
+
+
 @contextmanager
 def reported_to(file: Path | None) -> Iterator[dict[str, Any]]:
     """A dictionary to fill with a report; machine facts and the time stolen during the block are added and, if there
     is a ``file``, it is written there. Raises ``ConfigError`` at once when it cannot be."""
     if file is not None:
-        try:
-            file.open("a").close()
-        except OSError as error:
-            raise ConfigError(f"cannot write to {file}: {error.strerror}", param="json") from error
+        check_writable(file, "json")
     stolen = StolenTime()
     report: dict[str, Any] = {}
     yield report

@@ -114,18 +114,32 @@ def overhead(
             help="all: tiers, tenants, deadlines, admission by profile, host memory; contested: and too few blocks."
         ),
     ] = "plain",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a timeline of host and device here, one run after the other, for https://ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """What the host costs per step: the production loop over a device that only takes time."""
     if not step_ms >= 0:
         raise typer.BadParameter("--step-ms must be 0 or more")
     from ropeway.bench.overhead import report as measure_overhead
-    from ropeway.bench.report import reported_to
+    from ropeway.bench.report import check_writable, reported_to
+    from ropeway.trace import Trace
 
     # "--sequences 64 256": an option takes one value, the rest are left over.
     counts = [*(sequences or []), *(more or [])] or list(_SEQUENCES)
+    recorded = Trace()
+    if trace is not None:
+        check_writable(trace, "trace")
     with reported_to(json) as report:
-        report.update(measure_overhead(counts, step_ms, features))
+        report.update(measure_overhead(counts, step_ms, features, None if trace is None else recorded))
+    if trace is not None:
+        trace.write_bytes(recorded.json())
     print_table(_overhead_table(report["runs"]))
 
 
@@ -190,9 +204,9 @@ def serve(
     for flag, target in (("--slo-ttft", slo_ttft), ("--slo-itl", slo_itl)):
         if target is not None and not target > 0:
             raise typer.BadParameter(f"{flag} must be above 0")
-    from ropeway.bench.html import check_writable, latency_charts, write_report
+    from ropeway.bench.html import latency_charts, write_report
     from ropeway.bench.latencies import Targets
-    from ropeway.bench.report import reported_to
+    from ropeway.bench.report import check_writable, reported_to
     from ropeway.bench.serve import Endpoint, read_load, run_load
 
     shape: dict[str, Any] = {
@@ -206,7 +220,7 @@ def serve(
     load = read_load(workload, trace or (), **shape)
     endpoint = Endpoint(url=url, model=model, api_key=api_key, timeout_s=timeout)
     if html is not None:
-        check_writable(html)
+        check_writable(html, "html")
     with reported_to(json) as report, progress_bar("requests") as progress:
         outcome = run_load(endpoint, load, concurrency=concurrency, vocab_size=vocab_size, seed=seed, progress=progress)
         figures = outcome.figures(Targets(slo_ttft, slo_itl))

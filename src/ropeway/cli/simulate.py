@@ -201,8 +201,8 @@ def simulate(
     assert trace is not None
     requested = _load(trace, requests, rate, rate_scale, spread, concurrency, seed)
     scales = _scales(sweep, concurrency)
-    from ropeway.bench.html import check_writable, write_report
-    from ropeway.bench.report import figures_table, reported_to
+    from ropeway.bench.html import write_report
+    from ropeway.bench.report import check_writable, figures_table, reported_to
     from ropeway.scheduling.tiers_file import tiers_of
     from ropeway.simulation import figures
     from ropeway.simulation.replay import replay
@@ -228,7 +228,7 @@ def simulate(
         seed=seed,
     )
     if html is not None:
-        check_writable(html)
+        check_writable(html, "html")
     with reported_to(json) as report:
         with progress_bar("requests") as progress:
             replayed = replay(requested, how, progress=progress)

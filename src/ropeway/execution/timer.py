@@ -8,6 +8,7 @@ import numpy as np
 
 from ropeway.devices.timer import TimedEvent, TimedStream
 from ropeway.plan import Masks, Plan, Result
+from ropeway.trace import COMPUTE, Trace
 
 
 class TimerWork:
@@ -41,12 +42,18 @@ class TimerExecutor:
 
     def __init__(self, step_s: Callable[[Plan], float], vocab_size: int = 32_000) -> None:
         self.stream = TimedStream()
+        self.trace: Trace | None = None
+        """Takes what the stream does when."""
         self._step_s = step_s
         self._vocab_size = vocab_size
 
     def forward(self, plan: Plan) -> TimerWork:
         duration_s = self._step_s(plan)
-        return TimerWork(plan, self.stream.submit(duration_s), duration_s, self._vocab_size)
+        event = self.stream.submit(duration_s)
+        if self.trace is not None:
+            began_s = event.end_s - duration_s
+            self.trace.add(COMPUTE, "forward", began_s, event.end_s, step=plan.seq, tokens=plan.num_tokens)
+        return TimerWork(plan, event, duration_s, self._vocab_size)
 
     def close(self) -> None:
         """Nothing to give back."""
