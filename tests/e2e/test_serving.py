@@ -194,14 +194,12 @@ def test_never_more_run_than_there_are_seats_and_the_rest_is_seen_waiting(
 @pytest.mark.report("openvinotoolkit/model_server#4428")
 @pytest.mark.report("InternLM/lmdeploy#1619")
 @pytest.mark.report("ROCm/ATOM#1562")
-@pytest.mark.parametrize("stream", [True, False])
-def test_two_hundred_clients_killed_five_times_leave_nothing_behind(server: ServerProcess, stream: bool) -> None:
-    body = {"model": "tiny", "max_tokens": 1500, "ignore_eos": True, "stream": stream}
-
+def test_two_hundred_clients_killed_five_times_leave_nothing_behind(server: ServerProcess) -> None:
     def start_and_leave(seed: int) -> None:
+        body = {"prompt": ids(seed, 12), "max_tokens": 1500, "ignore_eos": True, "stream": seed % 2 == 0}
         with httpx.Client(timeout=httpx.Timeout(0.6, connect=20)) as http:
             try:
-                with http.stream("POST", f"{server.url}/v1/completions", json={**body, "prompt": ids(seed, 12)}) as r:
+                with http.stream("POST", f"{server.url}/v1/completions", json=body) as r:
                     assert r.status_code in (200, 429)
                     next(r.iter_bytes())
             except (httpx.ReadTimeout, StopIteration):

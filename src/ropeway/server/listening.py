@@ -18,7 +18,7 @@ from ropeway.server.connections import Connection, Waiting
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 5.0
+_LOOK_S = 2.0
 """Between two looks at whether a certificate has changed."""
 
 
