@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import psutil
@@ -38,6 +41,28 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
         except NoNetwork as error:
             pytest.skip(f"two networks cannot be made here: {error.message}")
         yield hosts
+
+
+SLEEPER = """
+import time
+
+from ropeway.bench.network import TwoHosts
+
+with TwoHosts() as hosts:
+    print(*hosts.on_second([])[3:], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_hosts_are_taken_down_when_who_made_them_is_terminated(hosts: TwoHosts) -> None:
+    """``hosts``: skips where there can be none."""
+    sleeper = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
+    assert sleeper.stdout is not None
+    name = sleeper.stdout.readline().strip()
+    assert (Path("/run/netns") / name).exists()
+    sleeper.terminate()
+    assert sleeper.wait(20) == 128 + signal.SIGTERM
+    assert not (Path("/run/netns") / name).exists()
 
 
 def set_link(hosts: TwoHosts, host: str, state: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from ropeway.errors import RopewayError
 
@@ -23,19 +26,23 @@ class NoNetwork(RopewayError):
 
 
 class TwoHosts:
-    """Made on entering, taken down on leaving. Needs root, and iproute2."""
+    """Made on entering, taken down on leaving, which SIGTERM makes the main thread do, too. Needs root, and
+    iproute2."""
 
     addresses = ("10.99.77.1", "10.99.77.2")
 
     def __init__(self) -> None:
         self._names = tuple(f"ropeway-{os.getpid()}-{side}" for side in "ab")
         self.interfaces = tuple(f"rw{os.getpid() % 100_000}{side}" for side in "ab")
+        self._on_sigterm: Any = None
 
     def __enter__(self) -> Self:
         """Raises ``NoNetwork``."""
         if shutil.which("ip") is None or shutil.which("tc") is None:
             raise NoNetwork("network namespaces need the commands ip and tc (Debian: iproute2)")
         a, b = self.interfaces
+        if threading.current_thread() is threading.main_thread():
+            self._on_sigterm = signal.signal(signal.SIGTERM, _leave)
         try:
             for name in self._names:
                 _run("ip", "netns", "add", name)
@@ -44,7 +51,7 @@ class TwoHosts:
                 _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", interface)
                 _run("ip", "-n", name, "link", "set", "lo", "up")
                 _run("ip", "-n", name, "link", "set", interface, "up")
-        except NoNetwork:
+        except BaseException:
             self._take_down()
             raise
         return self
@@ -85,6 +92,13 @@ class TwoHosts:
     def _take_down(self) -> None:
         for name in self._names:  # and the cable with them
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        if self._on_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._on_sigterm = None
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _run(*command: str) -> None:
