@@ -38,7 +38,7 @@ def _main(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Run it; the exit code is 1 if it finds anything."""
-    console = Console()
+    console, cache = Console(), cache.resolve()
     _SCHEMATHESIS.ensure(cache, console.print)
     flags = ("--max-num-seqs", "8", "--max-model-len", "256", "--max-queue", "64")
     with reported_to(json_file) as report, running(model, *flags) as server:
@@ -50,8 +50,9 @@ def _main(
             *("--checks", "not_a_server_error", "--phases", "examples,fuzzing", "--max-examples", str(examples)),
             *("--seed", "7", "--exclude-path-regex", "^/dashboard/timeline"),
         ]
+        environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
         began = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_PROXY": "127.0.0.1"})
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cache, env=environment)
         figures = {
             "model": model,
             "found": done.returncode,

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "tests" / "data" / "public-bug-reports.md"
 TESTS = ROOT / "tests"
-DEFAULT_KINDS = (1, 2, 5, 6, 7, 9)
+DEFAULT_KINDS = (1, 2, 3, 5, 6, 7, 8, 9, 11)
 """Those within reach of the features there are."""
 
 Source = tuple[str, int]
