@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ropeway import LLM, RequestOutput, SamplingParams
+from ropeway.bench.random_model import random_model
 from ropeway.errors import ConfigError, EngineDead
 from ropeway.execution.ranks import leader as leader_of
 from ropeway.execution.ranks.cutting import Cutter
@@ -112,20 +113,36 @@ def test_real_models_answer_the_same_on_several_ranks(find: Callable[[], Path], 
 
 
 def test_the_same_bits_with_and_without_micro_batches_and_running_ahead_or_not(ranks: LLM) -> None:
+    same_bits_however_run(ranks, [GREEDY] * len(PROMPTS) + DRAWN)
+
+
+def same_bits_however_run(ranks: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    """The answers to the prompts, repeated for as many ``params``: with micro-batches or not, running ahead or not."""
     executor = executor_of(ranks)
     cutter = executor.cutter
     assert cutter is not None
+    prompts = PROMPTS * (len(params) // len(PROMPTS))
     seen = []
     try:
         for executor.cutter in (cutter, None):
             for ranks._ahead in (1, 0):
-                greedy = bits(ranks.generate(PROMPTS, GREEDY, progress=False))
-                drawn = bits(ranks.generate(PROMPTS, DRAWN, progress=False))
-                seen.append((greedy, drawn))
+                seen.append(ranks.generate(prompts, params, progress=False))
     finally:
         executor.cutter, ranks._ahead = cutter, 1
-    assert all(each == seen[0] for each in seen)
+    assert all(bits(each) == bits(seen[0]) for each in seen)
     assert idle(ranks)
+    return seen[0]
+
+
+@pytest.mark.slow
+def test_a_model_of_real_size_answers_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+    fields = {"model": random_model("qwen3-0.6b", tmp_path), "kv_blocks": 64, "max_model_len": 512}
+    params = [msgspec.structs.replace(each, max_tokens=8) for each in (*[GREEDY] * len(PROMPTS), *DRAWN)]
+    with tiny_llm(dtype="fp32", prefix_cache=False, **fields) as llm:
+        alone = llm.generate(PROMPTS, params[: len(PROMPTS)], progress=False)
+    for size in (2, 4):
+        with ranked(size, **fields) as llm:
+            agree(same_bits_however_run(llm, params)[: len(PROMPTS)], alone)
 
 
 def test_the_same_bits_alone_and_in_a_batch(ranks: LLM) -> None:
