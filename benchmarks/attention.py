@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropeway.devices.base import DenseTensor, KVDtype, StepShape
+from ropeway.devices.base import KEY_GROUP, DenseTensor, KVDtype, StepShape
 from ropeway.devices.cpu.device import CpuDevice
 from ropeway.devices.stream import InlineStream
 
 _BEYOND_CACHES = 192 << 20
-_DTYPES: tuple[KVDtype, ...] = ("fp32", "bf16", "int8", "int4")
+_DTYPES: tuple[KVDtype, ...] = ("fp32", "bf16", "int8", "int4", "int4-full")
 
 
 def step_of(counts: list[int], lengths: list[int], tables: Tensor) -> StepShape:
@@ -45,18 +45,19 @@ class Case:
     """``batch`` rows of ``context`` tokens, the last ``count`` of which a step computes."""
 
     def __init__(self, device: CpuDevice, shape: argparse.Namespace, dtype: KVDtype, batch: int, context: int) -> None:
+        block_size = max(shape.block_size, KEY_GROUP) if dtype == "int4-full" else shape.block_size
         self.device, self.dtype, self.batch, self.context = device, dtype, batch, context
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        blocks = -(-context // shape.block_size)
-        layer_bytes = batch * blocks * device.kv_block_bytes(1, self.kv_heads, self.head_dim, shape.block_size, dtype)
+        blocks = -(-context // block_size)
+        layer_bytes = batch * blocks * device.kv_block_bytes(1, self.kv_heads, self.head_dim, block_size, dtype)
         self.layers = 1 + _BEYOND_CACHES // layer_bytes
-        self.read_bytes = layer_bytes / (blocks * shape.block_size) * context
+        self.read_bytes = layer_bytes / (blocks * block_size) * context
         count = batch * blocks
-        self.cache = device.kv_cache(self.layers, count, self.kv_heads, self.head_dim, shape.block_size, dtype)
+        self.cache = device.kv_cache(self.layers, count, self.kv_heads, self.head_dim, block_size, dtype)
         in_a_row = torch.arange(count, dtype=torch.int32).view(batch, blocks)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).int()
         self.tables = {"contiguous": in_a_row, "scattered": order.view(batch, blocks).contiguous()}
-        self._fill(shape.block_size)
+        self._fill(block_size)
 
     def _fill(self, block_size: int) -> None:
         """One random block everywhere: what values are does not matter to the time."""
@@ -140,7 +141,7 @@ def told(entry: dict[str, Any]) -> str:
         f"{entry['tokens_per_s'] / 1e6:5.1f} M tokens/s"
     )
     return (
-        f"{entry['kind']:8} {entry['dtype']:5} batch {entry['batch']:2} context {entry['context']:5}: "
+        f"{entry['kind']:8} {entry['dtype']:9} batch {entry['batch']:2} context {entry['context']:5}: "
         f"{entry['time_s'] * 1e6:9.0f} us {rate}; scattered / contiguous "
         f"{entry['scattered_over_contiguous']:.3f}; writing {entry['write_time_s'] * 1e6:6.0f} us"
     )
@@ -169,6 +170,8 @@ def main() -> None:
     for kind, batch, context in cases + [("prefill", 1, context) for context in arguments.prefill]:
         for dtype in arguments.dtypes:
             repeats = arguments.repeats if kind == "decode" else max(arguments.repeats // 3, 1)
+            if kind == "decode" and dtype == "int4-full":  # a group that has begun is only there once it was written
+                context = context // KEY_GROUP * KEY_GROUP + 1
             case = Case(device, arguments, dtype, batch, context)
             entries.append(measured(case, kind, repeats, bandwidth, product))
             print(told(entries[-1]), flush=True)

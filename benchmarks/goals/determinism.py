@@ -26,8 +26,8 @@ from ropeway.outcome import StepOutput
 from ropeway.request import SamplingParams
 from ropeway.settings import resolve
 
-KV_DTYPES = ("bf16", "int8", "int4")
-_BLOCK_SIZE = 16
+KV_DTYPES = ("bf16", "int8", "int4", "int4-full")
+_BLOCK_SIZE = 32
 _PROMPT, _OUTPUT = (8, 300), (8, 64)
 _ALONE: dict[str, Any] = {
     "max_num_seqs": 1,

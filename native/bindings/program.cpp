@@ -52,9 +52,9 @@ PlacedProgram placed(const Placed& given) {
 
 Step* make_step(Context& context, const KVStorage& cache, std::int64_t num_blocks, Address tokens, std::int64_t slots,
                 std::int64_t positions, std::int64_t stride, Address slot_of_token, Address position_of_token,
-                Address query_start, Address kv_lengths, Address block_table, std::int64_t rows, std::int64_t count,
-                std::int64_t table_stride, std::int64_t table_blocks, const Placed& forward, const Placed& logits,
-                Address sampled, std::int64_t samples) {
+                Address query_start, Address kv_lengths, Address block_table, Address slot_of_row, std::int64_t rows,
+                std::int64_t count, std::int64_t table_stride, std::int64_t table_blocks, const Placed& forward,
+                const Placed& logits, Address sampled, std::int64_t samples) {
   const AttentionStep attention = {
       .positions = pointer<const std::int32_t>(position_of_token),
       .query_start = pointer<const std::int32_t>(query_start),
@@ -67,6 +67,8 @@ Step* make_step(Context& context, const KVStorage& cache, std::int64_t num_block
       .block_size = cache.block_size,
       .num_blocks = num_blocks,
       .kv_heads = cache.kv_heads,
+      .begun = cache.begun,
+      .slots = pointer<const std::int32_t>(slot_of_row),
   };
   return new Step(context, {pointer<std::int32_t>(tokens), slots, positions, stride},
                   pointer<const std::int32_t>(slot_of_token), attention, placed(forward), placed(logits),
@@ -111,8 +113,8 @@ void bind_program(nb::module_& module) {
       .def(nb::new_(&make_step), nb::arg("context"), nb::arg("cache"), nb::arg("num_blocks"), nb::arg("tokens"),
            nb::arg("slots"), nb::arg("positions"), nb::arg("stride"), nb::arg("slot_of_token"),
            nb::arg("position_of_token"), nb::arg("query_start"), nb::arg("kv_lengths"), nb::arg("block_table"),
-           nb::arg("rows"), nb::arg("count"), nb::arg("table_stride"), nb::arg("table_blocks"), nb::arg("forward"),
-           nb::arg("logits"), nb::arg("sampled"), nb::arg("samples"))
+           nb::arg("slot_of_row"), nb::arg("rows"), nb::arg("count"), nb::arg("table_stride"), nb::arg("table_blocks"),
+           nb::arg("forward"), nb::arg("logits"), nb::arg("sampled"), nb::arg("samples"))
       .def("run", &Step::run, Released())
       .def_prop_ro("nanoseconds", &Step::nanoseconds);
 }

@@ -11,6 +11,7 @@
 #include "kernels/kv_span.h"
 #include "kernels/kv_write.h"
 #include "kernels/parallel.h"
+#include "kernels/small_keys.h"
 
 namespace ropeway::ROPEWAY_ISA {
 namespace {
@@ -27,8 +28,12 @@ void write_kv(Context& context, const WriteKV& args) {
     while (0 < token && token < args.tokens && args.slots[token] / tile == args.slots[token - 1] / tile) ++token;
     return least(token, args.tokens);
   };
-  parallel(context, (args.tokens + step - 1) / step,
-           [&](std::int64_t piece, int) { write_tokens(args, boundary(piece * step), boundary((piece + 1) * step)); });
+  const std::int64_t pieces = (args.tokens + step - 1) / step, heads = args.cache.kv_heads;
+  parallel(context, pieces + args.group_count * heads, [&](std::int64_t piece, int) {
+    if (piece < pieces) return write_tokens(args, boundary(piece * step), boundary((piece + 1) * step));
+    const std::int64_t pair = piece - pieces;
+    write_keys_of_group(args, args.groups[pair / heads], pair % heads);
+  });
 }
 
 void read_kv(Context& context, const ReadKV& args) {
@@ -103,8 +108,9 @@ constexpr int kPanels = 8, kMostRows = kPanel * kPanels;
 template <class Type>
 struct Scratch {
   using Input = typename Type::Input;
-  Input* q;
-  Input* row;       // one query, or a multiple of 16 features
+  using Query = typename Type::Query::Input;
+  Query* q;
+  Query* row;       // one query, or a multiple of 16 features
   float* scaled;    // one query
   float* q_scales;  // [queries]
   std::int32_t* q_starts;
@@ -118,10 +124,15 @@ struct Scratch {
   float* sums;      // [kMostRows][width]
   std::byte* keys;  // copies of a span
   std::byte* values;
+  float* folded;    // [kPanel][width], of int4_full: queries times scales
+  float* key_scales;
+  float* key_minimums;
 };
 
 template <class Type>
 class HeadTask {
+  using Query = typename Type::Query;
+
  public:
   HeadTask(const Attention& args, const AttentionItem& item, std::int64_t head, std::int64_t head_end,
            const Scratch<Type>& scratch, float* partials)
@@ -134,14 +145,14 @@ class HeadTask {
         size_(args.cache.head_dim),
         width_(round_up(size_, 16)),
         group_(args.heads / args.cache.kv_heads),
-        groups_(args.cache.type == KVType::int4 ? (size_ + kValueGroup - 1) / kValueGroup : 1),
+        groups_(small_values(args.cache.type) ? (size_ + kValueGroup - 1) / kValueGroup : 1),
         reader_(args.cache, args.layer, scratch.keys, scratch.values) {
     queries_.rows = scratch.q;
     queries_.scales = scratch.q_scales;
     queries_.starts = scratch.q_starts;
     queries_.count = static_cast<int>(item.tokens * group_);
     queries_.panels = (queries_.count + kPanel - 1) / kPanel;
-    queries_.steps = (size_ + Type::unit - 1) / Type::unit;
+    queries_.steps = (size_ + Query::unit - 1) / Query::unit;
   }
 
   void run() {
@@ -236,14 +247,16 @@ class HeadTask {
     const KVStorage& cache = args_.cache;
     const float* factors =
         cache.key_factors == nullptr ? nullptr : cache.key_factors + (args_.layer * cache.kv_heads + head_) * size_;
-    float* scaled = scratch_.scaled;
-    for (std::int64_t d = size_; d < width_; ++d) scaled[d] = 0.0F;
     for (int panel = 0; panel < queries_.panels; ++panel) {
       for (int i = queries_.begin(panel); i < queries_.begin(panel + 1); ++i) {
         const float* from = args_.q + offset(i);
+        float* scaled = scratch_.scaled;
+        if constexpr (Type::small_keys) scaled = queries_.rows + i * width_;
+        for (std::int64_t d = size_; d < width_; ++d) scaled[d] = 0.0F;
         for (std::int64_t d = 0; d < size_; ++d)
           scaled[d] = (factors == nullptr ? from[d] : from[d] * factors[d]) * scale;
-        pack_query(queries_, panel, i - queries_.begin(panel), scaled, size_, scratch_.row);
+        if constexpr (!Type::small_keys)
+          pack_query(queries_, panel, i - queries_.begin(panel), scaled, size_, scratch_.row);
       }
     }
   }
@@ -289,13 +302,22 @@ class HeadTask {
                    [&](auto count) { body(panel, count, row, tile_begin, tile_end); });
       }
     };
-    for (int t = first / kWide * kWide; t < last; t += kWide) {
-      for_panels(t, t + kWide, [&](int panel, auto count, int row, int from, int to) {
-        constexpr int rows = decltype(count)::value;
-        float* scores = scratch_.scores + row * kSpan;
-        panel == 0 ? score_panel<Type, rows, true>(queries_, panel, tiles, from, to, scores)
-                   : score_panel<Type, rows, false>(queries_, panel, tiles, from, to, scores);
-      });
+    constexpr int step = Type::small_keys ? kKeyGroup / kTile : kWide;
+    for (int t = first / step * step; t < last; t += step) {
+      if constexpr (Type::small_keys) {
+        score_group_of_keys(span, tiles, t >= first ? t : first, [&](const auto& body) {
+          for_panels(t, t + step, [&](int panel, auto count, int row, int, int) {
+            body(count, queries_.rows + queries_.begin(panel) * width_, scratch_.scores + row * kSpan + t * kTile);
+          });
+        });
+      } else {
+        for_panels(t, t + step, [&](int panel, auto count, int row, int from, int to) {
+          constexpr int rows = decltype(count)::value;
+          float* scores = scratch_.scores + row * kSpan;
+          panel == 0 ? score_panel<Type, rows, true>(queries_, panel, tiles, from, to, scores)
+                     : score_panel<Type, rows, false>(queries_, panel, tiles, from, to, scores);
+        });
+      }
     }
     float most[kMostRows], total[kMostRows];
     const auto for_rows = [&](const auto& body) {
@@ -324,6 +346,33 @@ class HeadTask {
       to[1] = total[row];
       std::memcpy(to + 16, scratch_.sums + row * width_, sizeof(float) * static_cast<std::size_t>(width_));
     }
+  }
+
+  // Of int4_full: the group that tile t of a span belongs to. A query's own is read as it was before it was quantised.
+  // Calls for_panels(body), which calls body(Count<rows>{}, their queries, where the scores go).
+  template <class ForPanels>
+  void score_group_of_keys(std::int64_t span, const SpanTiles& tiles, int t, const ForPanels& for_panels) {
+    const KVStorage& cache = args_.cache;
+    const int odd = t % 2;
+    if ((span * kSpan + t * kTile) / kKeyGroup == item_.first_position / kKeyGroup) {
+      const KeyGroup& own = args_.groups[item_.group];
+      const std::byte* keys = own.keys + args_.layer * own.layer_bytes + head_ * begun_bytes(size_);
+      for_panels([&](auto count, const float* q, float* scores) {
+        score_begun_group<decltype(count)::value>(cache, q, width_, keys, scores);
+      });
+      return;
+    }
+    for (int i = 0; i < 2; ++i) {
+      const std::byte* ahead = tiles.keys[t - odd + i + kAhead];
+      for (std::int64_t at = 0; at < cache.values; at += 64) fetch(ahead + at);
+      for (std::int64_t at = cache.key_scales; at < cache.tile_bytes; at += 64) fetch(ahead + at);
+    }
+    const std::byte* first = tiles.keys[t] - odd * cache.tile_bytes;
+    read_group_scales(cache, first, width_, scratch_.key_scales, scratch_.key_minimums);
+    for_panels([&](auto count, const float* q, float* scores) {
+      score_code_group<decltype(count)::value>(cache, q, width_, first, scratch_.key_scales, scratch_.key_minimums,
+                                               scratch_.folded, scores);
+    });
   }
 
   // Returns the sum of a row's weights.
@@ -381,7 +430,7 @@ class HeadTask {
   float* const partials_;  // null: the item sees all spans
   const std::int64_t size_, width_, group_, groups_;
   const SpanReader reader_;
-  Queries<Type> queries_;
+  Queries<Query> queries_;
 };
 
 // Hands out pieces of one allocation, each aligned to 64 bytes; without memory it only counts.
@@ -401,12 +450,14 @@ template <class Type>
 Scratch<Type> carve_scratch(const Attention& args, Carver& carver) {
   using Input = typename Type::Input;
   const std::int64_t size = args.cache.head_dim, width = round_up(size, 16);
-  const std::int64_t groups = args.cache.type == KVType::int4 ? (size + kValueGroup - 1) / kValueGroup : 1;
+  const std::int64_t groups = small_values(args.cache.type) ? (size + kValueGroup - 1) / kValueGroup : 1;
   const std::int64_t queries = args.most_tokens * (args.heads / args.cache.kv_heads);
   const CopyLayout copies = copy_layout(args.cache);
   Scratch<Type> scratch;
-  scratch.q = carver.take<Input>(queries * round_up(size, Type::unit) * Type::passes);
-  scratch.row = carver.take<Input>(width * Type::passes);
+  using Query = typename Type::Query;
+  const std::int64_t features = Type::small_keys ? width : round_up(size, Query::unit);
+  scratch.q = carver.take<typename Query::Input>(queries * features * Query::passes);
+  scratch.row = carver.take<typename Query::Input>(width * Query::passes);
   scratch.scaled = carver.take<float>(width);
   scratch.q_scales = carver.take<float>(queries);
   scratch.q_starts = carver.take<std::int32_t>(queries);
@@ -420,6 +471,9 @@ Scratch<Type> carve_scratch(const Attention& args, Carver& carver) {
   scratch.sums = carver.take<float>(kMostRows * width);
   scratch.keys = carver.take<std::byte>(kSpan / kTile * copies.key_bytes);
   scratch.values = carver.take<std::byte>(kSpan / kTile * copies.value_bytes);
+  scratch.folded = carver.take<float>(Type::small_keys ? kPanel * width : 0);
+  scratch.key_scales = carver.take<float>(Type::small_keys ? width : 0);
+  scratch.key_minimums = carver.take<float>(Type::small_keys ? width : 0);
   return scratch;
 }
 
@@ -461,6 +515,7 @@ void attention(Context& context, const Attention& args) {
     case KVType::bf16: return attend<Bf16>(context, args);
     case KVType::int8: return attend<Int8>(context, args);
     case KVType::int4: return attend<Int4>(context, args);
+    case KVType::int4_full: return attend<Int4Full>(context, args);
   }
 }
 

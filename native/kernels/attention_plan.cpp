@@ -46,6 +46,8 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
                                 std::to_string(step.tokens));
   }
 
+  if (step.begun != nullptr) add_groups(step);
+
   const double workers = threads;
   const auto tiles = [&](std::int64_t tile) {
     std::int64_t count = 0;
@@ -64,7 +66,7 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, int threads)
 }
 
 WriteKV AttentionPlan::writing(const KVStorage& cache, std::int64_t layer, const float* k, const float* v) const {
-  return {cache, layer, k, v, slots.data(), tokens};
+  return {cache, layer, k, v, slots.data(), tokens, groups.data(), static_cast<std::int64_t>(groups.size())};
 }
 
 Attention AttentionPlan::reading(const KVStorage& cache, std::int64_t layer, const float* q, float* out,
@@ -86,6 +88,7 @@ Attention AttentionPlan::reading(const KVStorage& cache, std::int64_t layer, con
       .merge_count = static_cast<std::int64_t>(merges.size()),
       .partial_count = partial_count,
       .most_tokens = most_tokens,
+      .groups = groups.data(),
   };
 }
 
@@ -122,10 +125,52 @@ void AttentionPlan::add_row(const AttentionStep& step, std::int64_t row) {
   }
 }
 
+void AttentionPlan::add_groups(const AttentionStep& step) {
+  step.begun->next_plan();
+  const std::int64_t layer_bytes = step.begun->layer_bytes();
+  std::int64_t whole_groups = 0;
+  for (std::int64_t row = 0; row < step.rows; ++row) {
+    const std::int64_t first_token = step.query_start[row], count = step.query_start[row + 1] - first_token;
+    if (count == 0) continue;
+    const std::int64_t last = step.kv_lengths[row] - 1, first = last + 1 - count;
+    const std::int32_t* table = step.block_table + row * step.table_stride;
+    const std::int64_t slot = step.slots == nullptr ? -1 : step.slots[row];
+    const BegunKeys::Row kept = step.begun->add_row(first, last, table, step.block_size, slot);
+    for (std::int64_t position = first; position <= last;) {
+      const std::int64_t start = position / kKeyGroup * kKeyGroup, end = std::min(start + kKeyGroup, last + 1);
+      const bool full = end == start + kKeyGroup;
+      const bool whole = start >= first && full;
+      whole_groups += whole;
+      groups.push_back({
+          .first_token = first_token + position - first,
+          .tokens = end - position,
+          .place = position - start,
+          .slot = table[start / step.block_size] * step.block_size + start % step.block_size,
+          .full = full,
+          .keys = start < first ? kept.before : kept.after,
+          .layer_bytes = whole ? 0 : layer_bytes,
+      });
+      position = end;
+    }
+  }
+  whole_groups_ = aligned_bytes(whole_groups * layer_bytes);
+  std::byte* next = whole_groups_.get();
+  for (KeyGroup& group : groups) {
+    if (group.layer_bytes > 0) continue;
+    group.keys = next;
+    next += layer_bytes;
+  }
+}
+
 void AttentionPlan::add_items(const AttentionStep& step, std::int64_t row, std::int64_t tile, double most_cost) {
   const std::int64_t first = step.query_start[row], last = step.query_start[row + 1];
-  for (std::int64_t token = first; token < last; token += tile) {
-    const std::int64_t count = std::min(tile, last - token);
+  for (std::int64_t token = first, count = 0; token < last; token += count) {
+    count = std::min(tile, last - token);
+    if (step.begun != nullptr) {  // an item's tokens are in one group
+      const std::int64_t place = step.positions[token] % kKeyGroup;
+      count = std::min(count, kKeyGroup - place);
+      group_ += place == 0 || token == first;
+    }
     const std::int64_t keys = step.kv_lengths[row] - (last - token) + count;
     const std::int64_t spans = ceil_div(keys, kSpan);
     const double whole = cost(keys, count);
@@ -140,6 +185,7 @@ void AttentionPlan::add_items(const AttentionStep& step, std::int64_t row, std::
         .span_begin = 0,
         .span_end = static_cast<std::int32_t>(spans),
         .merge = -1,
+        .group = static_cast<std::int32_t>(group_),
     };
     if (pieces > 1) {
       item.merge = static_cast<std::int32_t>(merges.size());

@@ -12,10 +12,11 @@
 namespace ropeway::ROPEWAY_ISA {
 
 struct Fp32 {
+  using Query = Fp32;  // what a query becomes
   using Input = float;
   using Sum = f32x16;
   using Vector = f32x16;
-  static constexpr bool codes = false, exact_weights = true;
+  static constexpr bool codes = false, small_keys = false, exact_weights = true;
   static constexpr int unit = 1, passes = 1, value_unit = 1;
   static Vector load(const std::byte* p) { return load_f32(reinterpret_cast<const float*>(p)); }
   static Sum dot(Sum sum, const Vector& v, const Input* x) { return fma(set_f32(*x), v, sum); }
@@ -23,10 +24,11 @@ struct Fp32 {
 };
 
 struct Bf16 {
+  using Query = Bf16;
   using Input = Bf16Input;
   using Sum = f32x16;
   using Vector = Bf16Pair;
-  static constexpr bool codes = false, exact_weights = false;  // weights are rounded to 8 bits
+  static constexpr bool codes = false, small_keys = false, exact_weights = false;  // weights are rounded to 8 bits
   static constexpr int unit = 2, passes = 1, value_unit = 2;
   static Vector load(const std::byte* p) { return load_pair(reinterpret_cast<const std::uint16_t*>(p)); }
   static Sum dot(Sum sum, const Vector& v, const Input* x) { return dot_bf16(sum, v, x); }
@@ -38,9 +40,10 @@ struct Bf16 {
 inline constexpr std::int32_t kMostCode = 127 * 256;
 
 struct Int8 {
+  using Query = Int8;
   using Input = CodeInput;
   using Vector = Codes;
-  static constexpr bool codes = true, exact_weights = true;
+  static constexpr bool codes = true, small_keys = false, exact_weights = true;
   static constexpr int unit = 4, passes = kPasses<2>, value_unit = 4;
   static constexpr std::int32_t value_offset = 128;  // what a stored code of a value exceeds it by
   static Vector load(const std::byte* p) { return load_codes(reinterpret_cast<const std::uint8_t*>(p)); }
@@ -69,8 +72,15 @@ struct Int8 {
 };
 
 struct Int4 : Int8 {
+  using Query = Int4;
   static constexpr int value_unit = 8;
   static constexpr std::int32_t value_offset = 0;
+};
+
+// Values as int4. Queries stay float32; small_keys.h has the scores.
+struct Int4Full : Int4 {
+  using Query = Fp32;
+  static constexpr bool small_keys = true;
 };
 
 // Sixteen codes as inputs: high digits to `to`, low digits to `to + stride`, where they are apart.

@@ -24,6 +24,10 @@ inline std::int64_t value_element(const KVStorage& cache, std::int64_t position,
   const std::int64_t unit = least(cache.unit, cache.tile_positions);
   return (position / unit * cache.head_dim + d) * unit + position % unit;
 }
+// Offset in bfloat16 elements, in the keys of a begun group, of feature d of position `place`: two tiles of bf16.
+inline std::int64_t begun_element(const KVStorage& cache, std::int64_t place, std::int64_t d) {
+  return ((place / kTile * ((cache.head_dim + 1) / 2) + d / 2) * kTile + place % kTile) * 2 + d % 2;
+}
 // Offset in bytes of a 4-bit value; positions with bit 2 set are in the high half.
 inline std::int64_t small_value_byte(const KVStorage& cache, std::int64_t position, std::int64_t d) {
   return (position / 8 * cache.head_dim + d) * 4 + position % 4;

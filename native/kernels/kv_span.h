@@ -26,7 +26,7 @@ struct CopyLayout {
 
 inline CopyLayout copy_layout(const KVStorage& cache) {
   const std::int64_t steps = (cache.head_dim + cache.unit - 1) / cache.unit, width = round_up(cache.head_dim, 16);
-  const std::int64_t step_positions = cache.type == KVType::int4 ? 8 : cache.unit;
+  const std::int64_t step_positions = small_values(cache.type) ? 8 : cache.unit;
   return {steps, width, 64 * steps, kTile / step_positions * width * 4};
 }
 
@@ -49,7 +49,7 @@ class SpanReader {
       tiles.keys[t] = whole ? tile : key_copy;
       if (!whole) copy_keys(head, range, t, key_copy);
       const bool seen = range.common_begin <= t * kTile && (t + 1) * kTile <= range.common_end;
-      if (cache_.type == KVType::int8 || cache_.type == KVType::int4) {  // codes are finite
+      if (quantised(cache_.type)) {  // codes are finite
         tiles.key_scales[t] = reinterpret_cast<const std::uint16_t*>(tile + cache_.key_scales);
         tiles.value_scales[t] = reinterpret_cast<const std::uint16_t*>(tile + cache_.value_scales);
         tiles.value_minimums[t] = reinterpret_cast<const std::uint16_t*>(tile + cache_.value_minimums);

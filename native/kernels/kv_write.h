@@ -151,9 +151,7 @@ inline void write_int8(const KVStorage& cache, std::byte* tile, std::int64_t pos
   for (std::int64_t d = 0; d < cache.head_dim; ++d) values[4 * d] = codes[d];
 }
 
-inline void write_int4(const KVStorage& cache, std::byte* tile, std::int64_t position, const float* k, const float* v,
-                       const float* factors) {
-  write_key_codes(cache, tile, position, k, factors);
+inline void write_small_values(const KVStorage& cache, std::byte* tile, std::int64_t position, const float* v) {
   auto* scales = reinterpret_cast<std::uint16_t*>(tile + cache.value_scales) + position;
   auto* minimums = reinterpret_cast<std::uint16_t*>(tile + cache.value_minimums) + position;
   auto* values = reinterpret_cast<std::uint8_t*>(tile + cache.values) + small_value_byte(cache, position, 0);
@@ -172,6 +170,51 @@ inline void write_int4(const KVStorage& cache, std::byte* tile, std::int64_t pos
   }
 }
 
+// ------------------------------------------------------------------ int4_full: keys
+
+// A group's keys of one head, each feature over all positions; as `begun_element` says -> the group's tiles.
+inline void write_key_group(const KVStorage& cache, const std::uint16_t* keys, std::byte* first) {
+  std::byte* second = first + cache.tile_bytes;
+  auto* scales = reinterpret_cast<std::uint16_t*>(first + cache.key_scales);
+  auto* minimums = reinterpret_cast<std::uint16_t*>(second + cache.key_scales);
+  for (std::int64_t d = 0; d < cache.head_dim; d += cache.unit) {
+    std::uint32_t words[kKeyGroup] = {};
+    for (std::int64_t i = 0; i < least(cache.unit, cache.head_dim - d); ++i) {
+      float feature[kKeyGroup];
+      std::uint8_t codes[kKeyGroup];
+      for (std::int64_t place = 0; place < kKeyGroup; ++place)
+        feature[place] = bits_float(std::uint32_t{keys[begun_element(cache, place, d + i)]} << 16);
+      const ScaleAndMinimum group = quantise_small(feature, kKeyGroup, codes);
+      scales[d + i] = group.scale;
+      minimums[d + i] = group.minimum;
+      for (std::int64_t place = 0; place < kKeyGroup; ++place) words[place] |= std::uint32_t{codes[place]} << 4 * i;
+    }
+    const std::int64_t at = key_element(cache, 0, d) / 2;
+    std::memcpy(first + at, words, sizeof words / 2);
+    std::memcpy(second + at, words + kTile, sizeof words / 2);
+  }
+}
+
+// The keys of a step's tokens that are in one group, of one head.
+inline void write_keys_of_group(const WriteKV& args, const KeyGroup& group, std::int64_t head) {
+  const KVStorage& cache = args.cache;
+  const std::int64_t size = cache.head_dim;
+  auto* keys = reinterpret_cast<std::uint16_t*>(group.keys + args.layer * group.layer_bytes + head * begun_bytes(size));
+  for (std::int64_t i = 0; i < group.tokens; ++i) {
+    const float* k = args.k + ((group.first_token + i) * cache.kv_heads + head) * size;
+    std::uint16_t* key = keys + begun_element(cache, group.place + i, 0);
+    for (std::int64_t d = 0; d < size; d += kNarrowed) {
+      const std::int64_t count = least(kNarrowed, size - d);
+      std::uint16_t some[kNarrowed];
+      narrow_some(k + d, count, some);
+      for (std::int64_t pair = 0; pair < count; pair += 2, key += 2 * kTile) std::memcpy(key, some + pair, 4);
+    }
+  }
+  if (!group.full) return;
+  const std::int64_t block = group.slot / cache.block_size, place = group.slot % cache.block_size;
+  write_key_group(cache, keys, tile_at(cache, block, args.layer, head, place));
+}
+
 // ------------------------------------------------------------------ tokens
 
 inline void write_token(const KVStorage& cache, std::byte* tile, std::int64_t position, const float* k, const float* v,
@@ -180,16 +223,20 @@ inline void write_token(const KVStorage& cache, std::byte* tile, std::int64_t po
     case KVType::fp32: return write_floats<float, 1>(cache, tile, position, k, v);
     case KVType::bf16: return write_floats<std::uint16_t, 2>(cache, tile, position, k, v);
     case KVType::int8: return write_int8(cache, tile, position, k, v, factors);
-    case KVType::int4: return write_int4(cache, tile, position, k, v, factors);
+    case KVType::int4:
+      write_key_codes(cache, tile, position, k, factors);
+      return write_small_values(cache, tile, position, v);
+    case KVType::int4_full: return write_small_values(cache, tile, position, v);  // keys: group by group
   }
 }
 
 // The lines that writing one token touches: they lie far from each other, so they are asked for long before.
 inline void fetch_for_writing(const KVStorage& cache, const std::byte* tile, std::int64_t position) {
-  const std::int64_t key_bytes = cache.values, line = cache.tile_positions == kTile ? 64 : 4 * cache.tile_positions;
+  const std::int64_t key_bytes = cache.type == KVType::int4_full ? 0 : cache.values;
+  const std::int64_t line = cache.tile_positions == kTile ? 64 : 4 * cache.tile_positions;
   for (std::int64_t byte = 0; byte < key_bytes; byte += most_of(line, 64))
     __builtin_prefetch(tile + byte + position * 4 % line, 1, 3);
-  const std::int64_t rows = cache.type == KVType::int4 ? 8 : least(cache.unit, cache.tile_positions);
+  const std::int64_t rows = small_values(cache.type) ? 8 : least(cache.unit, cache.tile_positions);
   const std::int64_t row_bytes = (cache.key_scales - cache.values) * rows / cache.tile_positions;
   const std::byte* values = tile + cache.values + position / rows * row_bytes;
   for (std::int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(values + byte, 1, 3);
@@ -231,7 +278,21 @@ inline float read_code(const std::byte* codes, std::int64_t at, const std::byte*
   return static_cast<float>(code) * from_half(reinterpret_cast<const std::uint16_t*>(scales)[position]);
 }
 
-inline void read_token(const KVStorage& cache, const std::byte* tile, std::int64_t position, float* k, float* v) {
+// Feature d of position `place` of a group that is full.
+inline float read_small_key(const KVStorage& cache, const std::byte* first, std::int64_t place, std::int64_t d) {
+  const std::byte* second = first + cache.tile_bytes;
+  const std::byte* tile = place < kTile ? first : second;
+  const float scale = from_half(reinterpret_cast<const std::uint16_t*>(first + cache.key_scales)[d]);
+  const float minimum = from_half(reinterpret_cast<const std::uint16_t*>(second + cache.key_scales)[d]);
+  const std::int64_t at = key_element(cache, place % kTile, d);  // in halves of bytes
+  const int code = reinterpret_cast<const std::uint8_t*>(tile)[at / 2] >> 4 * (at % 2) & 15;
+  return static_cast<float>(code) * scale + minimum;
+}
+
+// `place`: in the block whose first tile is given.
+inline void read_token(const KVStorage& cache, const std::byte* block, std::int64_t place, float* k, float* v) {
+  const std::int64_t position = place % cache.tile_positions;
+  const std::byte* tile = block + place / cache.tile_positions * cache.tile_bytes;
   const std::byte* values = tile + cache.values;
   for (std::int64_t d = 0; d < cache.head_dim; ++d) {
     const std::int64_t key_at = key_element(cache, position, d);
@@ -245,8 +306,11 @@ inline void read_token(const KVStorage& cache, const std::byte* tile, std::int64
         k[d] = read_code(tile, key_at, tile + cache.key_scales, position);
         v[d] = read_code(values, value_element(cache, position, d), tile + cache.value_scales, position);
         break;
-      case KVType::int4: {
-        k[d] = read_code(tile, key_at, tile + cache.key_scales, position);
+      case KVType::int4:
+      case KVType::int4_full: {
+        k[d] = cache.type == KVType::int4
+                   ? read_code(tile, key_at, tile + cache.key_scales, position)
+                   : read_small_key(cache, tile - place % kKeyGroup / kTile * cache.tile_bytes, place % kKeyGroup, d);
         const std::int64_t group = d / kValueGroup * kTile + position;
         const auto* scales = reinterpret_cast<const std::uint16_t*>(tile + cache.value_scales);
         const auto* minimums = reinterpret_cast<const std::uint16_t*>(tile + cache.value_minimums);
@@ -264,8 +328,7 @@ inline void read_block(const ReadKV& args, std::int64_t index) {
   for (std::int64_t place = 0; place < cache.block_size; ++place) {
     for (std::int64_t head = 0; head < cache.kv_heads; ++head) {
       const std::int64_t to = ((index * cache.block_size + place) * cache.kv_heads + head) * cache.head_dim;
-      read_token(cache, tile_at(cache, args.blocks[index], args.layer, head, place), place % cache.tile_positions,
-                 args.k + to, args.v + to);
+      read_token(cache, tile_at(cache, args.blocks[index], args.layer, head, 0), place, args.k + to, args.v + to);
     }
   }
 }

@@ -59,6 +59,18 @@ inline __m256 load_bf16x8(const std::uint16_t* p) {
 inline f32x16 load_bf16(const std::uint16_t* p) { return {load_bf16x8(p), load_bf16x8(p + 8)}; }
 
 inline i32x16 set_i32(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline i32x16 load_i32(const void* p) {
+  const auto* lanes = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(lanes), _mm256_loadu_si256(lanes + 1)};
+}
+// (a & mask) | rest.
+inline i32x16 bits_merge(i32x16 a, std::uint32_t mask, std::uint32_t rest) {
+  const __m256i some = _mm256_set1_epi32(static_cast<int>(mask)), others = _mm256_set1_epi32(static_cast<int>(rest));
+  return {_mm256_or_si256(_mm256_and_si256(a.lo, some), others), _mm256_or_si256(_mm256_and_si256(a.hi, some), others)};
+}
+inline i32x16 shift_left(i32x16 a, int n) { return {(__m256i)((__v8su)a.lo << n), (__m256i)((__v8su)a.hi << n)}; }
+inline i32x16 shift_right(i32x16 a, int n) { return {(__m256i)((__v8su)a.lo >> n), (__m256i)((__v8su)a.hi >> n)}; }
+inline f32x16 as_f32(i32x16 bits) { return {_mm256_castsi256_ps(bits.lo), _mm256_castsi256_ps(bits.hi)}; }
 inline f32x16 to_f32(i32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 // To the nearest integer, ties to even; lanes within the range of int32.
 inline i32x16 to_i32(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }

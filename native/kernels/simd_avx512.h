@@ -46,6 +46,15 @@ inline f32x16 load_bf16(const std::uint16_t* p) {
 }
 
 inline i32x16 set_i32(std::int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline i32x16 load_i32(const void* p) { return {_mm512_loadu_si512(p)}; }
+// (a & mask) | rest.
+inline i32x16 bits_merge(i32x16 a, std::uint32_t mask, std::uint32_t rest) {
+  return {_mm512_ternarylogic_epi32(a.v, _mm512_set1_epi32(static_cast<int>(mask)),
+                                    _mm512_set1_epi32(static_cast<int>(rest)), 0xEA)};
+}
+inline i32x16 shift_left(i32x16 a, int n) { return {(__m512i)((__v16su)a.v << n)}; }
+inline i32x16 shift_right(i32x16 a, int n) { return {(__m512i)((__v16su)a.v >> n)}; }
+inline f32x16 as_f32(i32x16 bits) { return {_mm512_castsi512_ps(bits.v)}; }
 inline f32x16 to_f32(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // To the nearest integer, ties to even; lanes within the range of int32.
 inline i32x16 to_i32(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }

@@ -60,7 +60,8 @@ void share_prefix(const CacheShape& shape, Sequence& sequence, const Sequence& p
 
 std::vector<double> exact_attention(const CacheShape& shape, const Sequence& sequence, std::int64_t position,
                                     std::int64_t head, float scale) {
-  const auto stored = [&](float x) { return static_cast<double>(shape.bf16 ? from_bf16(to_bf16(x)) : x); };
+  const bool bf16 = shape.type == KVType::bf16;
+  const auto stored = [&](float x) { return static_cast<double>(bf16 ? from_bf16(to_bf16(x)) : x); };
   const std::int64_t size = shape.head_dim, kv_head = head / shape.group;
   const std::int64_t first = shape.window == 0 ? 0 : std::max<std::int64_t>(0, position + 1 - shape.window);
   const float* const q = sequence.q.data() + (position * shape.heads() + head) * size;

@@ -44,7 +44,7 @@ Step make_step(const std::vector<StepRow>& rows, std::int64_t block_size, std::i
                std::int64_t kv_heads, Random& random);
 
 struct CacheShape {
-  bool bf16;
+  KVType type;
   std::int64_t layers, kv_heads, group, head_dim, block_size;
   std::int64_t window;  // 0: none
 
@@ -63,7 +63,8 @@ Sequence random_sequence(const CacheShape& shape, std::int64_t length, Random& r
 // Its first `shared` positions become those of `prefix`.
 void share_prefix(const CacheShape& shape, Sequence& sequence, const Sequence& prefix, std::int64_t shared);
 
-// Attention at `position`, head `head`, of the keys and values as the cache stores them: head_dim numbers.
+// Attention at `position`, head `head`: head_dim numbers. Of bf16, queries, keys and values are rounded first; those of
+// quantised types are taken as they are.
 std::vector<double> exact_attention(const CacheShape& shape, const Sequence& sequence, std::int64_t position,
                                     std::int64_t head, float scale);
 

@@ -1,6 +1,8 @@
 // A step that contradicts itself or the cache is refused, and nothing outside its columns is read on the way.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -155,6 +157,44 @@ TEST_CASE("any numbers in a step's columns give a plan inside the cache or an er
     } catch (const std::invalid_argument&) {
     }
   });
+}
+
+TEST_CASE("keys of a group that has begun go where their block goes, and go away with their sequence") {
+  BegunKeys begun(2, 1, 5);
+  const auto bytes = static_cast<std::size_t>(2 * begun.layer_bytes());
+  const std::int32_t here[] = {4, 6}, there[] = {9}, elsewhere[] = {5};
+  const BegunKeys::Row first = begun.add_row(0, 6, here, 32, 0);
+  CHECK(first.before == nullptr);
+  REQUIRE(first.after != nullptr);
+  std::memset(first.after, 7, bytes);
+  begun.to_host(4, 1000);
+  begun.next_plan();
+  CHECK(begun.add_row(0, 2, elsewhere, 32, 0).after != nullptr);  // another sequence in the slot
+  CHECK_THROWS_AS(begun.add_row(7, 8, here, 32, 1), std::invalid_argument);
+  begun.to_device(1000, 9);
+  const BegunKeys::Row second = begun.add_row(7, 7, there, 32, 1);
+  REQUIRE(second.before != nullptr);
+  CHECK(std::all_of(second.before, second.before + bytes, [](std::byte byte) { return byte == std::byte{7}; }));
+  CHECK(second.after == second.before);
+  begun.next_plan();
+  const BegunKeys::Row third = begun.add_row(8, 31, there, 32, 1);
+  CHECK((third.before == second.before && third.after == nullptr));
+  CHECK_THROWS_AS(begun.add_row(8, 8, there, 32, 1), std::invalid_argument);
+  begun.next_plan();  // of a step's second part: the first one still reads
+  CHECK(begun.add_row(3, 40, elsewhere, 64, 0).after != third.before);
+  begun.to_device(1000, 4);
+  CHECK(begun.add_row(7, 8, here, 32, 2).before != nullptr);  // copied, and there as often as it is wanted
+  std::int64_t kept = 0;
+  for (int round = 0; round < 9; ++round) {
+    begun.to_device(1000, 9);
+    begun.next_plan();
+    begun.add_row(7, 8, there, 32, 3);
+    begun.to_host(9, 1000);
+    begun.next_plan();
+    begun.add_row(9, 31, there, 32, 3);
+    if (round == 3) kept = begun.nbytes();
+  }
+  CHECK(begun.nbytes() == kept);
 }
 
 }  // namespace

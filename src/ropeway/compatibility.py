@@ -62,7 +62,8 @@ DISK_CACHE = Option(
     "disk cache", "disk_cache", _is_not(None), None, {"disk_cache": "FOLDER", "prefix_cache": True, **_ROOM}
 )
 KV_INT8 = Option("8-bit KV", "kv_dtype", _is("int8"), "auto", {"kv_dtype": "int8"})
-KV_INT4 = Option("4-bit KV", "kv_dtype", _is("int4"), "auto", {"kv_dtype": "int4"})
+KV_INT4 = Option("4-bit values", "kv_dtype", _is("int4"), "auto", {"kv_dtype": "int4"})
+KV_INT4_FULL = Option("4-bit KV", "kv_dtype", _is("int4-full"), "auto", {"kv_dtype": "int4-full", "block_size": 32})
 WEIGHTS_INT8 = Option("8-bit weights", "weights", _is("int8"), "auto", {"weights": "int8"})
 WEIGHTS_INT4 = Option("4-bit weights", "weights", _is("int4"), "auto", {"weights": "int4"})
 WHOLE_PROMPTS = Option("whole prompts", "chunked_prefill", _is(False), True, {"chunked_prefill": False})
@@ -81,8 +82,9 @@ FUSED_COLLECTIVES = Option(
 )
 
 OPTIONS = (
-    *(PREFIX_CACHE, HOST_MEMORY, SWAP, DISK_CACHE, KV_INT8, KV_INT4, WEIGHTS_INT8, WEIGHTS_INT4, WHOLE_PROMPTS),
-    *(TPOT_BUDGET, SYNCHRONOUS, BATCHES, PADDED_ROWS, RANKS, HOSTS, SHARED_MEMORY, MICRO_BATCHES, FUSED_COLLECTIVES),
+    *(PREFIX_CACHE, HOST_MEMORY, SWAP, DISK_CACHE, KV_INT8, KV_INT4, KV_INT4_FULL, WEIGHTS_INT8, WEIGHTS_INT4),
+    *(WHOLE_PROMPTS, TPOT_BUDGET, SYNCHRONOUS, BATCHES, PADDED_ROWS),
+    *(RANKS, HOSTS, SHARED_MEMORY, MICRO_BATCHES, FUSED_COLLECTIVES),
 )
 NEEDS = (
     Need(SWAP, HOST_MEMORY, "swapped requests need room; give swap_space"),

@@ -41,8 +41,8 @@ class CacheConfig:
     longest), at most half of the available memory."""
     kv_dtype: Literal["auto", "fp32", "bf16", "int8", "int4", "int4-full"] = "auto"
     """Type of stored keys and values. auto: fp32 for float32 models, else bf16; int8: half of bf16's memory; int4: keys
-    int8, values in 4 bits; int4-full: both in 4 bits, in blocks of at least 32 tokens, by device reference only.
-    docs/kernels.md shows what they cost."""
+    int8, values in 4 bits; int4-full: both in 4 bits, in blocks of at least 32 tokens. docs/kernels.md shows what
+    they cost."""
     prefix_cache: bool = True
     """Share full blocks between requests with the same prefix."""
     swap_space: float = 0.0

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ropeway.devices.base import FACTORED, KVDtype
+from ropeway.devices.base import FACTORED, KEY_GROUP, KVDtype
 from ropeway.devices.reference import ReferenceDevice
-from ropeway.devices.stored import quantize_signed, quantize_values
+from ropeway.devices.stored import quantize_signed, quantize_unsigned, quantize_values
 from ropeway.devices.stream import InlineStream
 from ropeway.errors import ConfigError, OutOfMemory
 from tests.support.native import CONTEXTS, _native
@@ -25,14 +25,15 @@ from ropeway.devices.cpu.kv import CpuKVCache, block_bytes
 
 every_isa = pytest.mark.parametrize("isa", CONTEXTS)
 LAYERS = 2
-DTYPES: tuple[KVDtype, ...] = ("fp32", "bf16", "int8", "int4")
+DTYPES: tuple[KVDtype, ...] = ("fp32", "bf16", "int8", "int4", "int4-full")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-TOLERANCE: dict[KVDtype, float] = {"fp32": 2e-5, "bf16": 8e-3, "int8": 1e-3, "int4": 2e-3}
+TOLERANCE: dict[KVDtype, float] = {"fp32": 2e-5, "bf16": 8e-3, "int8": 1e-3, "int4": 2e-3, "int4-full": 2e-3}
 """Absolute, of outputs around 1: bf16 rounds the softmax's weights to 8 bits, the quantised types to 15."""
 
 
 def as_stored(k: Tensor, v: Tensor, dtype: KVDtype) -> tuple[Tensor, Tensor]:
-    """Keys and values as a cache without factors gives them back."""
+    """Keys and values as a cache without factors gives them back; of ``int4-full``, those of groups that are full."""
+    small_values = torch.cat([g.dequantize() for g in quantize_values(v)], dim=-1)
     match dtype:
         case "fp32":
             return k, v
@@ -40,12 +41,20 @@ def as_stored(k: Tensor, v: Tensor, dtype: KVDtype) -> tuple[Tensor, Tensor]:
             return k.bfloat16().float(), v.bfloat16().float()
         case "int8":
             return quantize_signed(k).dequantize(), quantize_signed(v).dequantize()
-        case _:
-            return quantize_signed(k).dequantize(), torch.cat([g.dequantize() for g in quantize_values(v)], dim=-1)
+        case "int4":
+            return quantize_signed(k).dequantize(), small_values
+        case "int4-full":
+            groups = k[: len(k) // KEY_GROUP * KEY_GROUP].bfloat16().float().unflatten(0, (-1, KEY_GROUP))
+            keys = quantize_unsigned(groups.movedim(1, -1)).dequantize().movedim(-1, 1).flatten(0, 1)
+            return torch.cat((keys, torch.full_like(k[len(keys) :], torch.nan))), small_values
 
 
 def smallest_block(dtype: KVDtype) -> int:
-    return 16 if dtype in FACTORED else 1
+    return KEY_GROUP if dtype == "int4-full" else 16 if dtype in FACTORED else 1
+
+
+def usual_block(dtype: KVDtype) -> int:
+    return max(16, smallest_block(dtype))
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -98,8 +107,15 @@ class Sequences:
         scale = torch.tensor(self.head_dim**-0.5) * torch.tensor(1.4426950408889634)
         for q, k, v in zip(self.q, self.k, self.v, strict=True):
             scaled = (q * scale).bfloat16().double() if dtype == "bf16" else q.double() * scale.double()
-            stored = as_stored(k + (LAYERS - 1), v, dtype)
-            outputs.append(exact_attention(scaled, *stored, 1 / 1.4426950408889634, window))
+            k = k + (LAYERS - 1)
+            keys, values = as_stored(k, v, dtype)
+            parts, piece = [], KEY_GROUP if dtype == "int4-full" else len(k)
+            for first in range(0, len(k), piece):
+                last = min(first + piece, len(k))
+                own = k[first:last].bfloat16().float() if dtype == "int4-full" else keys[first:last]
+                seen = torch.cat((keys[:first], own))
+                parts.append(exact_attention(scaled[first:last], seen, values[:last], 1 / 1.4426950408889634, window))
+            outputs.append(torch.cat(parts))
         return outputs
 
 
@@ -136,9 +152,9 @@ def test_attention_agrees_with_exact_math_for_every_block_size(isa: str, dtype: 
 def test_attention_agrees_with_exact_math_for_every_head_size(isa: str, head_dim: int) -> None:
     lengths = [40, 270]
     sequences = Sequences(lengths, heads=4, kv_heads=2, head_dim=head_dim)
-    blocks = scattered_blocks(lengths, 16)
     for dtype in DTYPES:
-        cache = sequences.cache(sum(map(len, blocks)) + 3, 16, dtype)
+        blocks = scattered_blocks(lengths, usual_block(dtype))
+        cache = sequences.cache(sum(map(len, blocks)) + 3, usual_block(dtype), dtype)
         outputs = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 40), (1, 257)], [(1, 12)], [(1, 1)]])
         assert_close(outputs, sequences.exact(dtype), dtype)
 
@@ -148,9 +164,9 @@ def test_attention_agrees_with_exact_math_for_every_head_size(isa: str, head_dim
 def test_attention_agrees_with_exact_math_for_every_number_of_heads_in_a_group(isa: str, group: int) -> None:
     lengths = [33, 270]
     sequences = Sequences(lengths, heads=3 * group, kv_heads=3, head_dim=32)
-    blocks = scattered_blocks(lengths, 16)
     for dtype in DTYPES:
-        cache = sequences.cache(sum(map(len, blocks)) + 3, 16, dtype)
+        blocks = scattered_blocks(lengths, usual_block(dtype))
+        cache = sequences.cache(sum(map(len, blocks)) + 3, usual_block(dtype), dtype)
         outputs = sequences.run(CONTEXTS[isa], cache, blocks, [[(0, 32), (1, 264)], [(0, 1), (1, 5)], [(1, 1)]])
         assert_close(outputs, sequences.exact(dtype), dtype)
 
@@ -160,10 +176,10 @@ def test_attention_agrees_with_exact_math_for_every_number_of_heads_in_a_group(i
 def test_a_window_hides_older_keys(isa: str, window: int) -> None:
     lengths = [600, 40]
     sequences = Sequences(lengths, heads=4, kv_heads=2, head_dim=32)
-    blocks = scattered_blocks(lengths, 16)
     steps = [[(0, 500), (1, 39)], [(0, 99)], [(1, 1), (0, 1)]]
     for dtype in DTYPES:
-        cache = sequences.cache(sum(map(len, blocks)) + 3, 16, dtype)
+        blocks = scattered_blocks(lengths, usual_block(dtype))
+        cache = sequences.cache(sum(map(len, blocks)) + 3, usual_block(dtype), dtype)
         outputs = sequences.run(CONTEXTS[isa], cache, blocks, steps, window)
         assert_close(outputs, sequences.exact(dtype, window), dtype)
 
@@ -186,20 +202,26 @@ def test_blocks_that_left_the_window_may_be_gone_from_the_table(isa: str) -> Non
 def test_attention_agrees_with_the_reference_device(isa: str) -> None:
     lengths = [1, 77, 300]
     sequences = Sequences(lengths, heads=6, kv_heads=3, head_dim=64)
-    blocks = scattered_blocks(lengths, 16)
     reference = ReferenceDevice(stream=InlineStream())
-    shape = Rows([1, 70, 1], lengths, blocks).step()
-    whole = Rows(lengths, lengths, blocks).step()
-    q = torch.cat([x[-n:] for x, n in zip(sequences.q, (1, 70, 1), strict=True)])
     for dtype in DTYPES:
-        cache = sequences.cache(sum(map(len, blocks)) + 3, 16, dtype)
-        expected = reference.kv_cache(LAYERS, cache.num_blocks, 3, 64, 16, dtype)
-        k, v = torch.cat(sequences.k), torch.cat(sequences.v)
-        write_kv(CONTEXTS[isa], cache, 1, k, v, plan_attention(CONTEXTS[isa], cache, whole))
-        reference.kernels.write_kv(expected, 1, k, v, reference.kernels.plan_attention(expected, whole))
-        got = attention(CONTEXTS[isa], q, cache, 1, plan_attention(CONTEXTS[isa], cache, shape), 0.125, 50)
-        want = reference.kernels.attention(q, expected, 1, reference.kernels.plan_attention(expected, shape), 0.125, 50)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=3e-2 if dtype == "bf16" else TOLERANCE[dtype])
+        blocks = scattered_blocks(lengths, usual_block(dtype))
+        cache = sequences.cache(sum(map(len, blocks)) + 3, usual_block(dtype), dtype)
+        expected = reference.kv_cache(LAYERS, cache.num_blocks, 3, 64, usual_block(dtype), dtype)
+        done = [0, 0, 0]
+        for counts in ([0, 7, 299], [1, 70, 1]):
+            done = [a + b for a, b in zip(done, counts, strict=True)]
+            shape = Rows(counts, done, blocks).step()
+            q, k, v = (
+                torch.cat([x[n - count : n] for x, n, count in zip(each, done, counts, strict=True)])
+                for each in (sequences.q, sequences.k, sequences.v)
+            )
+            plan = plan_attention(CONTEXTS[isa], cache, shape)
+            their_plan = reference.kernels.plan_attention(expected, shape)
+            write_kv(CONTEXTS[isa], cache, 1, k, v, plan)
+            reference.kernels.write_kv(expected, 1, k, v, their_plan)
+            got = attention(CONTEXTS[isa], q, cache, 1, plan, 0.125, 50)
+            want = reference.kernels.attention(q, expected, 1, their_plan, 0.125, 50)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=3e-2 if dtype == "bf16" else TOLERANCE[dtype])
 
 
 @every_isa
@@ -228,8 +250,8 @@ def test_huge_scores_do_not_overflow(isa: str) -> None:
 def test_a_query_that_is_nan_spoils_only_itself(isa: str, dtype: KVDtype) -> None:
     sequences = Sequences([40], heads=2, kv_heads=1, head_dim=32)
     sequences.q[0][7] = torch.nan
-    blocks = scattered_blocks([40], 16)
-    (out,) = sequences.run(CONTEXTS[isa], sequences.cache(6, 16, dtype), blocks, [[(0, 40)]])
+    blocks = scattered_blocks([40], usual_block(dtype))
+    (out,) = sequences.run(CONTEXTS[isa], sequences.cache(6, usual_block(dtype), dtype), blocks, [[(0, 40)]])
     assert out[7].isnan().all()
     assert not out[[*range(7), *range(8, 40)]].isnan().any()
 
@@ -242,11 +264,13 @@ def test_a_key_or_value_that_is_not_finite_spoils_only_those_who_see_it(
     isa: str, dtype: KVDtype, bad: float, which: str
 ) -> None:
     for length, window, spoilt in ((40, None, range(7, 40)), (300, 20, range(270, 290))):
+        if window is not None and dtype == "int4-full" and which == "k":
+            continue  # it spoils its group
         sequences = Sequences([length], heads=4, kv_heads=2, head_dim=32)
         getattr(sequences, which)[0][spoilt[0], 1, 3] = bad
-        blocks = scattered_blocks([length], 16)
+        blocks = scattered_blocks([length], usual_block(dtype))
         for steps in ([[(0, length)]], [[(0, 7)], [(0, length - 8)], [(0, 1)]]):
-            cache = sequences.cache(len(blocks[0]) + 3, 16, dtype)
+            cache = sequences.cache(len(blocks[0]) + 3, usual_block(dtype), dtype)
             (out,) = sequences.run(CONTEXTS[isa], cache, blocks, steps, window)
             others = [i for i in range(length) if i not in spoilt]
             assert not out[:, :2].isnan().any()
@@ -295,8 +319,9 @@ def test_what_is_stored_is_the_reference_devices_bit_for_bit(isa: str, head_dim:
         write_kv(CONTEXTS[isa], ours, 0, k, v, plan_attention(CONTEXTS[isa], ours, shape))
         reference.kernels.write_kv(theirs, 0, k, v, reference.kernels.plan_attention(theirs, shape))
         chosen = np.array(blocks[0], np.int32)
-        for got, want in zip(ours.stored(0, chosen), theirs.stored(0, chosen), strict=True):
-            torch.testing.assert_close(got[:tokens], want[:tokens], rtol=0, atol=0, equal_nan=True)
+        keys = tokens // KEY_GROUP * KEY_GROUP if dtype == "int4-full" else tokens
+        for got, want, known in zip(ours.stored(0, chosen), theirs.stored(0, chosen), (keys, tokens), strict=True):
+            torch.testing.assert_close(got[:known], want[:known], rtol=0, atol=0, equal_nan=True)
 
 
 # --------------------------------------------------------------------------- same request, same bits
@@ -329,7 +354,7 @@ def cuts(draw: st.DrawFn, lengths: Sequence[int]) -> list[list[tuple[int, int]]]
 def test_a_query_has_the_same_bits_however_the_work_is_cut(isa: str, data: st.DataObject) -> None:
     """Chunks, batches, the places of blocks, threads, and the split over spans that goes with few rows."""
     dtype = data.draw(st.sampled_from(DTYPES), "dtype")
-    sizes = [size for size in (1, 8, 16, 64) if size >= smallest_block(dtype)]
+    sizes = [size for size in (1, 8, 16, 32, 64) if size >= smallest_block(dtype)]
     block_size = data.draw(st.sampled_from(sizes), "block size")
     head_dim = data.draw(st.sampled_from([24, 32, 80]), "head_dim")
     window = data.draw(st.sampled_from([None, 50, 300]), "window")
@@ -356,15 +381,16 @@ def test_a_query_has_the_same_bits_however_the_work_is_cut(isa: str, data: st.Da
 def test_a_long_context_is_split_over_spans_with_the_same_bits(isa: str, dtype: KVDtype) -> None:
     length = 3000
     sequences = Sequences([length], heads=4, kv_heads=2, head_dim=64)
-    blocks = scattered_blocks([length], 16)
-    cache = sequences.cache(len(blocks[0]) + 3, 16, dtype)
-    sequences.run(CONTEXTS[isa], cache, blocks, [[(0, length)]])
+    blocks = scattered_blocks([length], usual_block(dtype))
     outputs = []
     for threads in (1, 8):
         context = context_of(isa, threads)
+        cache = sequences.cache(len(blocks[0]) + 3, usual_block(dtype), "fp32")
         plan = plan_attention(context, cache, Rows([5], [length], blocks).step())
         assert (plan.native.merges > 0) == (threads == 8)
-        outputs.append([attention(context, sequences.q[0][-5:], cache, LAYERS - 1, plan, 0.125, None)])
+        cache = sequences.cache(len(blocks[0]) + 3, usual_block(dtype), dtype)
+        (out,) = sequences.run(context, cache, blocks, [[(0, length - 5)], [(0, 5)]])
+        outputs.append([out[-5:]])
     assert_same_bits(*outputs)
     assert_close(outputs[0], [sequences.exact(dtype)[0][-5:]], dtype)
 
@@ -446,12 +472,18 @@ def test_quantised_blocks_hold_scales_and_little_else() -> None:
     assert plain / block_bytes(3, 2, 128, 16, "int8") > 1.9
     assert plain / block_bytes(3, 2, 128, 16, "int4") > 2.5
     assert block_bytes(3, 2, 64, 16, "bf16") / block_bytes(3, 2, 64, 16, "int4") > 2.4
+    assert block_bytes(3, 2, 64, 32, "bf16") / block_bytes(3, 2, 64, 32, "int4-full") > 3.3
 
 
 def test_quantised_blocks_smaller_than_a_tile_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"int8 needs blocks of at least 16 positions, not 8") as error:
         block_bytes(1, 1, 32, 8, "int8")
     assert error.value.param == "block_size"
+
+
+def test_int4_full_needs_blocks_of_whole_groups() -> None:
+    with pytest.raises(ConfigError, match=r"groups of 32 positions.*--block-size 32"):
+        block_bytes(1, 1, 32, 16, "int4-full")
 
 
 def test_heads_too_large_for_exact_integers_are_refused() -> None:

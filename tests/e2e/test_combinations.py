@@ -14,6 +14,7 @@ from ropeway import SamplingParams
 from ropeway.compatibility import (
     HOSTS,
     KV_INT4,
+    KV_INT4_FULL,
     KV_INT8,
     OPTIONS,
     RANKS,
@@ -25,7 +26,7 @@ from ropeway.compatibility import (
 from tests.support.llms import idle, tiny_llm
 from tests.support.other_host import other_host, three_ports
 
-NUMBERS = (KV_INT8, KV_INT4, WEIGHTS_INT8, WEIGHTS_INT4, RANKS)
+NUMBERS = (KV_INT8, KV_INT4, KV_INT4_FULL, WEIGHTS_INT8, WEIGHTS_INT4, RANKS)
 """Options that change numbers; all others must not."""
 PREFIX = list(range(10, 74))
 PROMPTS = [[*PREFIX, 80 + i, *range(5 + i, 5 + 9 * i)] for i in range(8)]
@@ -57,7 +58,8 @@ def answers(folder: Path, options: tuple[Option, ...]) -> list[Any]:
     fields = {name: value for option in options for name, value in option.example.items()}
     fields = {name: str(folder) if value == "FOLDER" else value for name, value in fields.items()}
     # Seats and blocks for three or four: requests wait, and give way.
-    fields = {"max_num_seqs": 6, "kv_blocks": 40, "shed": False, "admission": "greedy", **fields}
+    blocks = 640 // fields.get("block_size", 16)
+    fields = {"max_num_seqs": 6, "kv_blocks": blocks, "shed": False, "admission": "greedy", **fields}
     with ExitStack() as stack:
         if HOSTS in options:
             fields["master_port"] = three_ports()

@@ -68,6 +68,7 @@ LINES = {
     "qwen3": Line("qwen3", "bf16", "bf16", 110),
     "int8": Line("llama", "fp32", "int8", 40, (16,), (5, 9)),
     "int4": Line("qwen2-sliding", "bf16", "int4", 40, (16,), (5, 9)),
+    "int4-full": Line("qwen2-sliding", "bf16", "int4-full", 40, (32,), (3, 6)),
 }
 ON_DISK = 5
 seen: Counter[str] = Counter()

@@ -312,7 +312,7 @@ def test_types_of_keys_and_values_are_judged_by_room_speed_and_perplexity():
         TypeFigures("bf16", 16, 1000, 1.0, 50.0, 1.0),
         TypeFigures("int8", 16, 515, 1.94, 60.0, 1.2),
         TypeFigures("int4", 16, 400, 2.5, 45.0, 0.9),
-        TypeFigures("int4-full", 32, 297, 3.37, note="not stored here"),
+        TypeFigures("int4-full", 32, 297, 3.37, 55.0, 1.1),
     ]
     costs = {
         "int8": {"change_percent": 0.1, "change_error_percent": 0.05},
@@ -328,8 +328,10 @@ def test_types_of_keys_and_values_are_judged_by_room_speed_and_perplexity():
         ("m, int4: decode / bf16", "missed"),
         ("m, int4: perplexity", "skipped"),
         ("m, int4-full: room / bf16", "met"),
+        ("m, int4-full: decode / bf16", "met"),
+        ("m, int4-full: perplexity", "met"),
     ]
-    assert [check.note for check in checks[-2:]] == [
-        "no such command",
-        "on the reference device; perplexity +0.60 %, standard error 0.40 %",
-    ]
+    assert [checks[i].note for i in (5, 8)] == ["no such command", "standard error 0.40%"]
+    types[-1] = TypeFigures("int4-full", 32, note="no kernels")
+    told = kv_types._checks("m", KVFigures(4096, 4, types), costs)[-1]
+    assert (told.name, told.verdict, told.note) == ("m, int4-full: room / bf16", "skipped", "no kernels")

@@ -143,6 +143,9 @@ class StepShape:
     """[rows]: keys visible to the row's last token, that token included."""
     block_tables: Tensor
     """[rows, blocks]: block of positions [i * block_size, (i + 1) * block_size)."""
+    slots: Tensor | None = None
+    """[rows]: whose rows they are. One slot has one sequence at a time, so what a device keeps of a sequence beside its
+    blocks (``int4-full``) can go when another's row comes; without slots it is kept until its block is used again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def build_batch(plan: Plan, rows: Rows, device: Device, block_size: int) -> Batc
         query_start=up(query_start),
         kv_lengths=up(end),
         block_tables=up(rows.block_tables[plan.slot, :width]),
+        slots=up(plan.slot),
     )
     last = query_start[1:][plan.samples] - 1
     return Batch(up(slot_of), shape, up(last), plan.slot[plan.samples], end[plan.samples])

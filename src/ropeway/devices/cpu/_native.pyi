@@ -59,6 +59,13 @@ def silu_and_mul(context: Context, gate: int, up: int, out: int, count: int, /) 
 
 # -- attention (bindings/attention.cpp)
 
+class BegunKeys:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None: ...
+    def to_host(self, block: int, place: int, /) -> None: ...
+    def to_device(self, place: int, block: int, /) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
 class KVStorage:
     def __init__(
         self,
@@ -69,6 +76,7 @@ class KVStorage:
         block_size: int,
         dtype: str,
         key_factors: int,
+        begun: BegunKeys | None,
     ) -> None: ...
     @property
     def block_bytes(self) -> int: ...
@@ -87,6 +95,7 @@ def plan_attention(
     query_start: int,
     kv_lengths: int,
     block_table: int,
+    slots: int,
     rows: int,
     tokens: int,
     table_stride: int,
@@ -227,6 +236,7 @@ class Step:
         query_start: int,
         kv_lengths: int,
         block_table: int,
+        slot_of_row: int,
         rows: int,
         count: int,
         table_stride: int,

@@ -40,6 +40,7 @@ def plan_attention(context: _native.Context, cache: KVCache, shape: StepShape) -
         shape.query_start.data_ptr(),
         shape.kv_lengths.data_ptr(),
         tables.data_ptr(),
+        0 if shape.slots is None else shape.slots.data_ptr(),
         rows,
         tokens,
         tables.stride(0),
@@ -51,7 +52,9 @@ def plan_attention(context: _native.Context, cache: KVCache, shape: StepShape) -
 def check_shape(shape: StepShape) -> int:
     """The number of rows; raises ``ValueError`` for columns that a kernel cannot read."""
     rows, tables = shape.kv_lengths.shape[0], shape.block_tables
-    for column in (shape.positions, shape.query_start, shape.kv_lengths):
+    for column in (shape.positions, shape.query_start, shape.kv_lengths, shape.slots):
+        if column is None:
+            continue
         if column.dtype != torch.int32 or not column.is_contiguous():
             raise ValueError(f"a step's columns must be contiguous int32, not {column.dtype} {list(column.shape)}")
     if shape.query_start.shape[0] != rows + 1 or tables.shape[0] != rows:
@@ -59,6 +62,8 @@ def check_shape(shape: StepShape) -> int:
             f"a step of {rows} rows needs query_start [{rows + 1}] and block_tables [{rows}, blocks], "
             f"not {list(shape.query_start.shape)} and {list(tables.shape)}"
         )
+    if shape.slots is not None and shape.slots.shape[0] != rows:
+        raise ValueError(f"a step of {rows} rows needs slots [{rows}], not {list(shape.slots.shape)}")
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and rows > 0 and tables.stride(1) != 1):
         raise ValueError(f"block_tables must be int32 rows, not {tables.dtype} with strides {list(tables.stride())}")
     return rows

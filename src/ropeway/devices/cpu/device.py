@@ -14,7 +14,6 @@ from torch import Tensor
 from ropeway.devices import pages
 from ropeway.devices.base import (
     ACTIVATION_DIGITS,
-    FACTORED,
     Activations,
     DenseTensor,
     GroupedTensor,
@@ -96,9 +95,8 @@ class CpuDevice:
         return tensor.dequantize().clone(memory_format=torch.contiguous_format)
 
     def kv_block_bytes(self, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
-        if (
-            dtype in FACTORED and self._context.isa == "neon_dotprod"
-        ):  # its bytes are signed, those of the cache are not
+        # bytes of its products are signed, those of the cache are not
+        if dtype in kv.QUANTISED and self._context.isa == "neon_dotprod":
             raise ConfigError(
                 f"kv_dtype {dtype} has no kernels for neon_dotprod yet; use bf16 or fp32", param="kv_dtype"
             )

@@ -11,10 +11,10 @@ from ropeway.devices.base import FACTORED, KVDtype
 from ropeway.devices.cpu import _native
 from ropeway.devices.memory import host_memory
 from ropeway.devices.pages import copy_pairs, mib, zeroed_pages
+from ropeway.devices.stored import check_kv_dtype
 from ropeway.errors import ConfigError, OutOfMemory
 
-_NATIVE: tuple[KVDtype, ...] = ("fp32", "bf16", "int8", "int4")
-_QUANTISED: tuple[KVDtype, ...] = ("int8", "int4")
+QUANTISED: tuple[KVDtype, ...] = ("int8", "int4", "int4-full")
 _TILE = 16
 _MOST_FEATURES = 512
 
@@ -27,27 +27,25 @@ def _storage(
     block_size: int,
     dtype: KVDtype,
     key_factors: Tensor | None = None,
+    begun: _native.BegunKeys | None = None,
 ) -> _native.KVStorage:
     """Raises ``ConfigError`` for what the kernels cannot store so, ``ValueError`` for a block size that is not a power
     of two."""
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two, not {block_size}")
-    if dtype not in _NATIVE:
-        raise ConfigError(
-            f"the cpu device stores keys and values as {', '.join(_NATIVE)}, not {dtype}", param="kv_dtype"
-        )
-    if dtype in _QUANTISED and block_size < _TILE:
+    check_kv_dtype(dtype, block_size)
+    if dtype in QUANTISED and block_size < _TILE:
         raise ConfigError(
             f"kv_dtype {dtype} needs blocks of at least {_TILE} positions, not {block_size}; raise --block-size",
             param="block_size",
         )
-    if dtype in _QUANTISED and head_dim > _MOST_FEATURES:
+    if dtype in QUANTISED and head_dim > _MOST_FEATURES:
         raise ConfigError(
             f"kv_dtype {dtype} holds heads of at most {_MOST_FEATURES} features, not {head_dim}; use bf16",
             param="kv_dtype",
         )
     factors = 0 if key_factors is None else key_factors.data_ptr()
-    return _native.KVStorage(data, layers, kv_heads, head_dim, block_size, dtype, factors)
+    return _native.KVStorage(data, layers, kv_heads, head_dim, block_size, dtype, factors, begun)
 
 
 def block_bytes(layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: KVDtype) -> int:
@@ -60,7 +58,7 @@ def block_bytes(layers: int, kv_heads: int, head_dim: int, block_size: int, dtyp
 class CpuKVCache:
     """Keys and values of all layers; ``data`` is uint8 [num_blocks, block bytes], a block in one piece.
 
-    Pages take memory when they are first written.
+    Pages take memory when they are first written. Beside it lie, with ``int4-full``, keys of groups that are not full.
     """
 
     def __init__(
@@ -101,7 +99,10 @@ class CpuKVCache:
                 f"available; the largest that fits is {available // bytes_each} blocks"
             )
         self.data = zeroed_pages(self.nbytes, f"a KV pool of {num_blocks} blocks").reshape(num_blocks, bytes_each)
-        self.native = _storage(self.data.ctypes.data, layers, kv_heads, head_dim, block_size, dtype, key_factors)
+        self.begun = _native.BegunKeys(layers, kv_heads, head_dim) if dtype == "int4-full" else None
+        self.native = _storage(
+            self.data.ctypes.data, layers, kv_heads, head_dim, block_size, dtype, key_factors, self.begun
+        )
 
     def stored(self, layer: int, blocks: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """See ``devices.base.KVCache``."""
@@ -120,9 +121,13 @@ class CpuKVCache:
         data = self.data
         for block, place in copy_pairs(blocks, self.num_blocks, places, len(host)):
             host[place] = data[block]
+            if self.begun is not None:
+                self.begun.to_host(block, host[place].ctypes.data)
 
     def to_device(self, places: NDArray[np.int32], host: NDArray[np.uint8], blocks: NDArray[np.int32]) -> None:
         """See ``devices.base.KVCache``. Pairs are copied in their order, each in one piece."""
         data = self.data
         for block, place in copy_pairs(blocks, self.num_blocks, places, len(host)):
             data[block] = host[place]
+            if self.begun is not None:
+                self.begun.to_device(host[place].ctypes.data, block)

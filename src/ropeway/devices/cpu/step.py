@@ -60,6 +60,7 @@ class CpuStep:
             shape.query_start.data_ptr(),
             shape.kv_lengths.data_ptr(),
             tables.data_ptr(),
+            0 if shape.slots is None else shape.slots.data_ptr(),
             rows,
             count,
             tables.stride(0),
