@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ropeway import LLM, AsyncLLM, FinishReason, SamplingParams
+from ropeway.devices.memory import Memory
 from ropeway.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -269,6 +270,18 @@ def test_swap_space_larger_than_memory_or_less_than_a_block_is_a_warning(
         assert warning in caplog.text
         assert len(tokens(llm, [5])[0]) == 12
     assert not (tmp_path / "kv").exists()
+
+
+def test_swap_space_leaves_room_for_what_int4_full_keeps_beside_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ropeway.engine.host_memory.host_memory", lambda: Memory(2 << 30, 1 << 30))
+    rooms = []
+    for seats in (8, 64):
+        with tiny_llm(kv_dtype="int4-full", block_size=32, max_num_seqs=seats, swap_space=1e5) as llm:
+            warning, *_ = llm.info.warnings
+            rooms.append(int(warning.partition("there is room for ")[2].split()[0]))
+            model, pool = llm.worker.model, llm.worker.cache
+    more = 56 * 2 * 32 * model.num_layers * model.num_kv_heads * model.head_dim
+    assert rooms[0] - rooms[1] == pytest.approx(more / (pool.nbytes / pool.num_blocks), abs=1)
 
 
 def test_a_read_only_disk_cache_is_told_and_done_without(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ropeway.devices.base import Device, KVCache, KVDtype
 from ropeway.devices.memory import host_memory
 from ropeway.errors import LoadError, OutOfMemory
 from ropeway.execution.disk import DiskStore, Layout
+from ropeway.execution.part import beside_the_pool
 from ropeway.loading.digest import array_digest, settings_digest, weights_digest
 from ropeway.models.model import Model
 from ropeway.version import __version__
@@ -62,7 +63,8 @@ def make_host_memory(
         model.num_layers, model.num_kv_heads, model.head_dim, cache.block_size, kv_dtype
     )
     try:
-        memory.blocks = _host_blocks(device, cache.swap_space, block_bytes, pool.nbytes, local_ranks)
+        pool_bytes = pool.nbytes + beside_the_pool(config, model)
+        memory.blocks = _host_blocks(device, cache.swap_space, block_bytes, pool_bytes, local_ranks)
     except OutOfMemory as error:
         what = "swap_space" if cache.disk_cache is None else "swap_space, and so no disk_cache"
         memory.warnings.append(f"there is no {what}: {error.message}")
