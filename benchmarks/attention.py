@@ -170,9 +170,10 @@ def main() -> None:
     for kind, batch, context in cases + [("prefill", 1, context) for context in arguments.prefill]:
         for dtype in arguments.dtypes:
             repeats = arguments.repeats if kind == "decode" else max(arguments.repeats // 3, 1)
+            tokens = context
             if kind == "decode" and dtype == "int4-full":  # a group that has begun is only there once it was written
-                context = context // KEY_GROUP * KEY_GROUP + 1
-            case = Case(device, arguments, dtype, batch, context)
+                tokens = context // KEY_GROUP * KEY_GROUP + 1
+            case = Case(device, arguments, dtype, batch, tokens)
             entries.append(measured(case, kind, repeats, bandwidth, product))
             print(told(entries[-1]), flush=True)
     if arguments.json:
