@@ -13,12 +13,13 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import async_figure
+from benchmarks import async_figure, overlap_profile
 from ropeway.bench.bubbles import decoding_of, measure_bubbles, step_begins
 from ropeway.bench.driver import Driver, Run
 from ropeway.bench.latency import Latency, measure_latency, prefill_flops, step_weight_bytes
 from ropeway.bench.machine import PeakMemory, StolenTime, machine_facts
 from ropeway.bench.overhead import measure_overhead
+from ropeway.bench.overlap import Sample
 from ropeway.bench.preemption import KINDS, ResumeCost, measure_preemption, report
 from ropeway.bench.prefix import measure_prefix, measure_zero_hits
 from ropeway.bench.profile import HOST, profile_step
@@ -626,3 +627,57 @@ def test_a_picture_of_steps_has_a_track_for_the_host_and_one_for_the_device():
     assert [label.get_text() for label in axis.get_yticklabels()] == ["device", "host"]
     assert axis.get_title(loc="left") == "here, synchronous: the device has nothing to do for 30.0 % of the time"
     assert len(axis.patches) > 4 * async_figure.SHOWN
+
+
+LOOKS = """swapper     0    10.000500:
+\tffffffff821f4dab pv_native_safe_halt ([kernel.kallsyms])
+\tffffffff821f68b5 default_idle ([kernel.kallsyms])
+
+python 28515    11.250000:
+\tffffffff81b6c5e0 _copy_from_iter ([kernel.kallsyms])
+\tffffffff82010783 tcp_sendmsg_locked ([kernel.kallsyms])
+\t          10aba4 __send (/usr/lib/x86_64-linux-gnu/libc.so.6)
+
+my worker 28514    11.500000:
+\tffffffff81ef7384 tbf_dequeue ([kernel.kallsyms])
+\tffffffff82010783 tcp_sendmsg_locked ([kernel.kallsyms])
+
+swapper     0    12.000000:
+\tffffffff81ed9fc7 eth_type_trans ([kernel.kallsyms])
+\tffffffff81e31462 net_rx_action ([kernel.kallsyms])
+
+python 28514    13.000000:
+\t    7f61a48e9d70 [unknown] (/somewhere/_native.cpython-311-x86_64-linux-gnu.so)
+
+python 28514    99.000000:
+\t    7f61a48e9d70 [unknown] (/somewhere/_native.cpython-311-x86_64-linux-gnu.so)
+"""
+
+
+def test_what_a_core_does_is_told_by_the_chain_of_calls():
+    seen = [(look.time_s, look.part) for look in overlap_profile.looks(LOOKS)]
+    assert seen == [
+        (10.0005, "idle"),
+        (11.25, "Linux: copying"),
+        (11.5, "Linux: limiting the rate"),
+        (12.0, "Linux: network"),
+        (13.0, "Ropeway's kernels"),
+        (99.0, "Ropeway's kernels"),
+    ]
+
+
+def test_looks_at_a_core_count_for_the_step_that_ran_then():
+    runs = overlap_profile.Runs(intervals=[(10.0, 11.0, "whole"), (11.0, 12.5, "micro-batches"), (12.6, 14.0, "whole")])
+    for way, steps in (("whole", 2), ("micro-batches", 1)):
+        runs.samples[way] = [Sample(1.0, 0.5, 0.5)] * steps
+    look_ms = 1e3 / overlap_profile.LOOKS_PER_S
+    got = overlap_profile.milliseconds(overlap_profile.looks(LOOKS), runs)
+    assert got == {
+        "whole": {"idle": pytest.approx(look_ms / 2), "Ropeway's kernels": pytest.approx(look_ms / 2)},
+        "micro-batches": {
+            "Linux: copying": pytest.approx(look_ms),
+            "Linux: limiting the rate": pytest.approx(look_ms),
+            "Linux: network": pytest.approx(look_ms),
+        },
+        "two halves": {},
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 
 from ropeway.errors import ConfigError
 from ropeway.parallel.shared_memory import MOST_RANKS, SharedMemoryCommunicator, shared_memory
+from ropeway.parallel.tcp import replace_bbr
 
 TRANSPORTS = ("shared", "tcp", "gloo")
 COUNTS = (1, 7, 1000, 70_001)
@@ -90,6 +92,34 @@ def test_every_rank_gets_the_sum_in_rank_order_bit_for_bit(size: int, transport:
     for ended in run(size, transport, tmp_path):
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout == "done\n"
+
+
+def congestion_control(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no BBR")
+def test_ranks_do_not_space_their_packets_by_timers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as link:
+        for each in (listening, link):
+            try:
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            except OSError:
+                pytest.skip("this kernel has no BBR, or not for this user")
+            replace_bbr(each)
+        link.connect(listening.getsockname())
+        accepted, _ = listening.accept()
+        with accepted:
+            assert congestion_control(link) in (b"cubic", b"reno")
+            assert congestion_control(accepted) == congestion_control(link)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other congestion controls")
+def test_a_congestion_control_that_does_not_pace_is_left_alone() -> None:
+    with socket.socket() as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        replace_bbr(link)
+        assert congestion_control(link) == b"reno"
 
 
 def test_one_rank_alone_keeps_what_it_has() -> None:

@@ -181,15 +181,23 @@ def measure_auto(
 ) -> tuple[CutTable, list[OverlapRun]]:
     """What ``micro_batch auto`` would decide by over a link of this rate, and steps of these sizes that it cuts, in
     turns with whole ones. Those that it does not cut are whole."""
-    with _ranks(config, netns=True) as (config, hosts), _engine(config, hosts, fused=False) as bench:
-        assert hosts is not None
-        hosts.limit(rate)
+    with between_hosts(config, rate) as bench:
         table = bench.table(max(tokens))
         runs = []
         for count in filter(table.pays, tokens):
             pairs = list(bench.pairs(bench.plan("one prompt", count), repeat))
             runs.append(_figures("micro_batch", "one prompt", count, rate, pairs)[1])
     return table, runs
+
+
+@contextmanager
+def between_hosts(config: Config, rate: str) -> Iterator[OverlapBench]:
+    """Micro-batches on two ranks in two network namespaces joined by a link of this rate, with a core each. This
+    process is rank 0. Raises ``NoNetwork``, ``ConfigError`` and what loading raises."""
+    with _ranks(config, netns=True) as (config, hosts), _engine(config, hosts, fused=False) as bench:
+        assert hosts is not None
+        hosts.limit(rate)
+        yield bench
 
 
 def crossover(runs: Sequence[OverlapRun]) -> list[dict[str, object]]:

@@ -13,6 +13,7 @@ import hmac
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Mapping
 
@@ -26,6 +27,8 @@ from ropeway.parallel.communicator import Product
 _AT_ONCE_BYTES = 4096
 """Up to here latency counts, and not how many bytes are moved."""
 _WAKE_BYTES = 1 << 20
+_LONGEST_NAME = 16
+"""Bytes of a congestion control's name."""
 _HELLO = struct.Struct("<I32s")
 """The first a connection carries: the rank that has made it, and what proves that it knows the secret."""
 
@@ -162,11 +165,12 @@ def _meet(
         ) from error
     links: dict[int, socket.socket] = {}
     with listening:
+        replace_bbr(listening)
         store.set(f"rank {rank}", f"{address} {listening.getsockname()[1]}")
         try:
             for other in range(rank):
                 host, port = store.get(f"rank {other}").decode().split()
-                link = socket.create_connection((host, int(port)), max(until - time.monotonic(), 0.1))
+                link = _connected(host, int(port), max(until - time.monotonic(), 0.1))
                 link.sendall(_HELLO.pack(rank, _proof(secret, rank, other)))
                 links[other] = link
             while len(links) < size - 1:
@@ -184,6 +188,36 @@ def _meet(
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setblocking(False)
     return links
+
+
+def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    link = socket.socket(family, kind, protocol)
+    try:
+        replace_bbr(link)
+        link.settimeout(timeout_s)
+        link.connect(address)
+    except OSError:
+        link.close()
+        raise
+    return link
+
+
+def replace_bbr(connection: socket.socket) -> None:
+    """Before it is made, or for what a listening socket accepts: another congestion control in place of BBR, which
+    hosts have for long ways. BBR spaces packets by timers that interrupt what the core computes, and leaves a short
+    link idle in between."""
+    if sys.platform != "linux":
+        return
+    option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+    if connection.getsockopt(*option, _LONGEST_NAME).rstrip(b"\0") != b"bbr":
+        return
+    for name in (b"cubic", b"reno"):
+        try:
+            connection.setsockopt(*option, name)
+        except OSError:
+            continue  # not in this kernel, or not for this user
+        return
 
 
 def _admitted(link: socket.socket, rank: int, secret: str) -> int | None:
