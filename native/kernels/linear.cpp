@@ -69,14 +69,36 @@ struct TileRows {
         end(groups.begin(group_end)) {}
 };
 
-// The products of a tile's rows and one strip: sums [rows][kStrip].
-void add_products(const Product& product, std::int64_t strip, const TileRows& rows, float* sums) {
-  const std::int64_t k = product.operand.weight->k;
+// A strip's weights from k0 on.
+const char* weights_at(const PackedMatrix& weight, std::int64_t strip, std::int64_t k0) {
+  const std::int64_t bytes = strip_bytes(weight);
+  return static_cast<const char*>(weight.data) + strip * bytes + k0 * (bytes / weight.k);
+}
+
+// What to ask for while the `i`-th of `count` groups of rows is multiplied with a block of `bytes` at `block`. The first
+// group reads the block from memory, the others from a cache, and memory would be idle: so all of them together ask for
+// the block that comes after it.
+Ahead ahead_of(std::int64_t i, std::int64_t count, const char* block, std::int64_t bytes, const char* after) {
+  constexpr std::int64_t distance = 2048;
+  if (count == 1) return {block + distance, 64};
+  return {after + bytes / count * i, 64 / count};
+}
+
+// The products of a tile's rows and one strip: sums [rows][kStrip]. `after`: the weights that are read next.
+void add_products(const Product& product, std::int64_t strip, const TileRows& rows, const char* after, float* sums) {
+  const PackedMatrix& weight = *product.operand.weight;
+  const std::int64_t k = weight.k, count = rows.group_end - rows.group_begin;
   for (std::int64_t k0 = 0; k0 < k; k0 += product.format.k_block) {
     const std::int64_t k1 = k0 + product.format.k_block < k ? k0 + product.format.k_block : k;
-    for (std::int64_t i = rows.group_begin; i < rows.group_end; ++i) {
-      const std::int64_t first = rows.groups.begin(i), count = rows.groups.begin(i + 1) - first;
-      product.format.add_strip[count - 1](product.operand, strip, first, k0, k1, sums + (first - rows.begin) * kStrip);
+    const char* const block = weights_at(weight, strip, k0);
+    const std::int64_t bytes = weights_at(weight, strip, k1) - block;
+    const char* const next = k1 < k ? block + bytes : after;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t first = rows.groups.begin(rows.group_begin + i);
+      const std::int64_t height = rows.groups.begin(rows.group_begin + i + 1) - first;
+      product.format.add_strip[height - 1](product.operand, strip, first, k0, k1,
+                                           ahead_of(i, count, block, bytes, next),
+                                           sums + (first - rows.begin) * kStrip);
     }
   }
 }
@@ -158,19 +180,38 @@ struct Job {
     return all;
   }
 
-  // `strip` counts over all parts.
-  void run_strip(std::int64_t strip, std::int64_t row_parts, std::int64_t row_part) const {
+  // `strip` counts over all parts; `next` is the one whose weights are read after its own.
+  void run_strip(std::int64_t strip, std::int64_t next, const TileRows& rows) const {
     alignas(64) float sums[2][kRowsPerTile * kStrip];
-    int i = 0;
-    for (; strip >= strips_of(*products[i].operand.weight); ++i) strip -= strips_of(*products[i].operand.weight);
-    const TileRows rows(groups, row_parts, row_part);
-    add_products(products[i], strip, rows, sums[0]);
+    const Place place = place_of(strip);
+    const char* const after = weights_of(place_of(next));
     if (args.gated) {
-      add_products(products[1], strip, rows, sums[1]);
-      write_gated_strip(args, strip, rows, sums[0], sums[1]);
+      add_products(products[0], place.strip, rows, weights_of({1, place.strip}), sums[0]);
+      add_products(products[1], place.strip, rows, after, sums[1]);
+      write_gated_strip(args, place.strip, rows, sums[0], sums[1]);
     } else {
-      write_strip(args, *products[i].part, strip, rows, sums[0]);
+      add_products(products[place.part], place.strip, rows, after, sums[0]);
+      write_strip(args, *products[place.part].part, place.strip, rows, sums[0]);
     }
+  }
+
+ private:
+  struct Place {
+    int part;
+    std::int64_t strip;
+  };
+
+  // One past the last strip is past the last one of the last part.
+  Place place_of(std::int64_t strip) const {
+    int part = 0;
+    for (; part + 1 < columns && strip >= strips_of(*products[part].operand.weight); ++part) {
+      strip -= strips_of(*products[part].operand.weight);
+    }
+    return {part, strip};
+  }
+
+  const char* weights_of(const Place& place) const {
+    return weights_at(*products[place.part].operand.weight, place.strip, 0);
   }
 };
 
@@ -197,9 +238,12 @@ void linear(Context& context, const Linear& args) {
   const Tiling tiling = choose_tiling(args.rows, strips, bytes);
   parallel(context, tiling.row_parts * tiling.strip_parts, [&](std::int64_t tile, int) {
     const std::int64_t strip_part = tile / tiling.row_parts, row_part = tile % tiling.row_parts;
+    const std::int64_t begin = part_begin(strips, tiling.strip_parts, strip_part);
     const std::int64_t end = part_begin(strips, tiling.strip_parts, strip_part + 1);
-    for (std::int64_t strip = part_begin(strips, tiling.strip_parts, strip_part); strip < end; ++strip) {
-      job.run_strip(strip, tiling.row_parts, row_part);
+    const std::int64_t next_tile = row_part + 1 < tiling.row_parts ? begin : end;
+    const TileRows rows(job.groups, tiling.row_parts, row_part);
+    for (std::int64_t strip = begin; strip < end; ++strip) {
+      job.run_strip(strip, strip + 1 < end ? strip + 1 : next_tile, rows);
     }
   });
 }

@@ -26,10 +26,21 @@ struct Operand {
   }
 };
 
+// What to ask memory for, while a block of weights is read: `bytes` per cache line of the block, from `next` on.
+struct Ahead {
+  const char* next;
+  std::int64_t bytes;
+
+  void line() {
+    __builtin_prefetch(next);
+    next += bytes;
+  }
+};
+
 // Adds to `sums` [rows][kStrip], or sets them where k0 is 0. `row` begins a group of rows; outputs beyond n get zeros
 // or nothing.
 using AddStrip = void (*)(const Operand& operand, std::int64_t strip, std::int64_t row, std::int64_t k0,
-                          std::int64_t k1, float* sums);
+                          std::int64_t k1, Ahead ahead, float* sums);
 using Prepare = void (*)(Context& context, const InputRows& rows, const RowGroups& groups, std::int32_t offset,
                          std::byte* out);
 
@@ -41,9 +52,6 @@ struct Format {
   int max_rows;               // in a group of rows
   const AddStrip* add_strip;  // [max_rows]: for one row, for two, ...
 };
-
-// Asks for weights that will be read soon; past the end of a panel comes the next one.
-inline void prefetch(const void* weights) { __builtin_prefetch(static_cast<const char*>(weights) + 2048); }
 
 // `step(part)` on the sums [R][kStrip] in memory, kWidth vectors of each row from vector `v` on, held in registers
 // meanwhile.
@@ -77,7 +85,7 @@ struct Float32Format {
 
   template <int R>
   static void add_strip(const Operand& operand, std::int64_t strip, std::int64_t row, std::int64_t k0, std::int64_t k1,
-                        float* sums) {
+                        Ahead ahead, float* sums) {
     constexpr int kWidth = kDenseWidth<R>;
     const auto* const panel = static_cast<const Stored*>(operand.weight->data) + strip * operand.weight->k * kStrip;
     for (int v = 0; v < kStripVectors; v += kWidth) {
@@ -89,7 +97,7 @@ struct Float32Format {
           f32x16 values[kWidth];
           for (int u = 0; u < kWidth; ++u) {
             values[u] = load_weights(w + u * 16);
-            if (u * sizeof(Stored) % 4 == 0) prefetch(w + u * 16);  // once per cache line
+            if (u * sizeof(Stored) % 4 == 0) ahead.line();
           }
           for (int r = 0; r < R; ++r) {
             const f32x16 input = set_f32(in[r]);
@@ -106,7 +114,7 @@ struct Bf16Format {
 
   template <int R>
   static void add_strip(const Operand& operand, std::int64_t strip, std::int64_t row, std::int64_t k0, std::int64_t k1,
-                        float* sums) {
+                        Ahead ahead, float* sums) {
     constexpr int kWidth = kDenseWidth<R>;
     const std::int64_t padded_k = operand.weight->k + operand.weight->k % 2;
     const auto* const panel = static_cast<const std::uint16_t*>(operand.weight->data) + strip * padded_k * kStrip;
@@ -119,7 +127,7 @@ struct Bf16Format {
           Bf16Pair pairs[kWidth];
           for (int u = 0; u < kWidth; ++u) {
             pairs[u] = load_pair(w + u * 32);
-            prefetch(w + u * 32);
+            ahead.line();
           }
           for (int r = 0; r < R; ++r)
             for (int u = 0; u < kWidth; ++u) part[r][u] = dot_bf16(part[r][u], pairs[u], in + 2 * r);
@@ -153,7 +161,7 @@ struct GroupedFormat {
 
   template <int R>
   static void add_strip(const Operand& operand, std::int64_t strip, std::int64_t row, std::int64_t k0, std::int64_t k1,
-                        float* sums) {
+                        Ahead ahead, float* sums) {
     const PackedMatrix& weight = *operand.weight;
     const std::int64_t groups = weight.k / kGroup;
     for (int v = 0; v < kStripPanels && (strip * kStripPanels + v) * kGroupedPanel < weight.n; ++v) {
@@ -161,7 +169,7 @@ struct GroupedFormat {
         const std::int64_t first = (strip * kStripPanels + v) * groups;
         const std::byte* in = operand.row_group<std::byte>(row) + k0 / kGroup * (R * Record::size);
         for (std::int64_t g = first + k0 / kGroup; g < first + k1 / kGroup; ++g, in += R * Record::size) {
-          add_group(part, weight, g, in);
+          add_group(part, weight, g, in, ahead);
         }
       });
     }
@@ -170,26 +178,26 @@ struct GroupedFormat {
  private:
   template <int R>
   [[gnu::always_inline]] static inline void add_group(f32x16 (&sums)[R][1], const PackedMatrix& weight, std::int64_t g,
-                                                      const std::byte* in) {
+                                                      const std::byte* in, Ahead& ahead) {
     const auto* const w = static_cast<const std::uint8_t*>(weight.data) + g * kGroupBytes;
     CodeSum integers[R];
     if constexpr (kPasses<kDigits> == 1) {
       for (int r = 0; r < R; ++r) integers[r] = set_sum(read<std::int32_t>(in + Record::correction(R, r)));
-      add_products<0>(integers, w, in);
+      add_products<0>(integers, w, in, ahead);
     } else if constexpr (R <= kMostRowsOfBothDigits) {
       CodeSum high[R];
       for (int r = 0; r < R; ++r) integers[r] = high[r] = set_sum(0);
-      add_products_of_both_digits(high, integers, w, in);
+      add_products_of_both_digits(high, integers, w, in, ahead);
       for (int r = 0; r < R; ++r) {
         integers[r] = sum_digits(high[r], integers[r], read<std::int32_t>(in + Record::correction(R, r)));
       }
     } else {
       for (int r = 0; r < R; ++r) integers[r] = set_sum(0);
-      add_products<0>(integers, w, in);
+      add_products<0>(integers, w, in, ahead);
       for (int r = 0; r < R; ++r) {
         integers[r] = next_digit(integers[r], read<std::int32_t>(in + Record::correction(R, r)));
       }
-      add_products<1>(integers, w, in);
+      add_products<1>(integers, w, in, ahead);
     }
     const f32x16 scale = load_scales(static_cast<const Scale*>(weight.scales) + g * kGroupedPanel);
     for (int r = 0; r < R; ++r) {
@@ -207,11 +215,11 @@ struct GroupedFormat {
   // A group's weight codes times one pass of the rows' codes.
   template <int kPass, int R>
   [[gnu::always_inline]] static inline void add_products(CodeSum (&integers)[R], const std::uint8_t* w,
-                                                         const std::byte* in) {
+                                                         const std::byte* in, Ahead& ahead) {
 #pragma GCC unroll 8
     for (int block = 0; block < kGroupBytes / 64; ++block) {
       const Codes stored = load_codes(w + block * 64);
-      if (kPass == 0) prefetch(w + block * 64);
+      if (kPass == 0) ahead.line();
       if constexpr (kBits == 8) {
         const Codes bytes = whole_bytes(stored);
         for (int r = 0; r < R; ++r) integers[r] = dot_codes(integers[r], bytes, quad<kPass>(in, R, block, r));
@@ -226,7 +234,8 @@ struct GroupedFormat {
   // The same with both digits of the rows' codes side by side.
   template <int R>
   [[gnu::always_inline]] static inline void add_products_of_both_digits(CodeSum (&high)[R], CodeSum (&low)[R],
-                                                                        const std::uint8_t* w, const std::byte* in) {
+                                                                        const std::uint8_t* w, const std::byte* in,
+                                                                        Ahead& ahead) {
     const auto add_codes = [&](Codes codes, int index) {
       for (int r = 0; r < R; ++r) {
         high[r] = dot_codes(high[r], codes, quad<0>(in, R, index, r));
@@ -236,7 +245,7 @@ struct GroupedFormat {
 #pragma GCC unroll 4
     for (int block = 0; block < kGroupBytes / 64; ++block) {
       const Codes stored = load_codes(w + block * 64);
-      prefetch(w + block * 64);
+      ahead.line();
       add_codes(low_halves(stored), block);
       add_codes(high_halves(stored), block + 4);
     }
