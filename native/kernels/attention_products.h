@@ -99,8 +99,9 @@ inline constexpr int kWide = kVectorRegisters >= 32 ? 4 : 1;
 // used, the tile this many places later is fetched.
 inline constexpr int kAhead = 8;
 
-// Into the second-level cache: in the first one, tiles of the same alignment would push each other out.
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Into the second-level cache: in the first one, tiles of the same alignment would push each other out. Always inline,
+// because GCC takes a function that does nothing else for one without effects, and drops calls of it.
+[[gnu::always_inline]] inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Where a span's keys and values lie, 16 positions each. After the last keys follow the first values, and after the
 // last values what is needed next, so that there is always something to fetch.

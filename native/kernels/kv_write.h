@@ -230,22 +230,6 @@ inline void write_token(const KVStorage& cache, std::byte* tile, std::int64_t po
   }
 }
 
-// The lines that writing one token touches: they lie far from each other, so they are asked for long before.
-inline void fetch_for_writing(const KVStorage& cache, const std::byte* tile, std::int64_t position) {
-  const std::int64_t key_bytes = cache.type == KVType::int4_full ? 0 : cache.values;
-  const std::int64_t line = cache.tile_positions == kTile ? 64 : 4 * cache.tile_positions;
-  for (std::int64_t byte = 0; byte < key_bytes; byte += most_of(line, 64))
-    __builtin_prefetch(tile + byte + position * 4 % line, 1, 3);
-  const std::int64_t rows = small_values(cache.type) ? 8 : least(cache.unit, cache.tile_positions);
-  const std::int64_t row_bytes = (cache.key_scales - cache.values) * rows / cache.tile_positions;
-  const std::byte* values = tile + cache.values + position / rows * row_bytes;
-  for (std::int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(values + byte, 1, 3);
-  if (cache.key_scales < cache.tile_bytes) {
-    for (std::int64_t byte = cache.key_scales; byte < cache.tile_bytes; byte += 64)
-      __builtin_prefetch(tile + byte, 1, 3);
-  }
-}
-
 inline void write_tokens(const WriteKV& args, std::int64_t first, std::int64_t last) {
   const KVStorage& cache = args.cache;
   const std::int64_t size = cache.head_dim, pairs = (last - first) * cache.kv_heads;
@@ -256,9 +240,7 @@ inline void write_tokens(const WriteKV& args, std::int64_t first, std::int64_t l
   const auto position = [&](std::int64_t pair) {
     return args.slots[first + pair / cache.kv_heads] % cache.block_size % cache.tile_positions;
   };
-  if (pairs > 0) fetch_for_writing(cache, place(0), position(0));
   for (std::int64_t pair = 0; pair < pairs; ++pair) {
-    if (pair + 1 < pairs) fetch_for_writing(cache, place(pair + 1), position(pair + 1));
     const std::int64_t from = (first * cache.kv_heads + pair) * size, head = pair % cache.kv_heads;
     const float* factors =
         cache.key_factors == nullptr ? nullptr : cache.key_factors + (args.layer * cache.kv_heads + head) * size;
