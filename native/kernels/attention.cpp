@@ -164,7 +164,7 @@ class HeadTask {
         if (partials_ != nullptr) leave_out(span, 0, queries_.count);
         continue;
       }
-      const std::byte* next[kAhead];
+      const std::byte* next[kMostAhead];
       find_next(span, next);
       SpanTiles tiles;
       if (!reader_.read(head_, range, next, tiles) && item_.tokens > 1) return run_one_by_one();
@@ -209,15 +209,19 @@ class HeadTask {
     };
   }
 
-  // What is read after a span: the item's next span, or the next head's first.
-  void find_next(std::int64_t span, const std::byte* (&next)[kAhead]) const {
+  // What is read after a span: keys, then values, of the item's next span or the next head's first.
+  void find_next(std::int64_t span, const std::byte* (&next)[kMostAhead]) const {
     const bool more = span + 1 < item_.span_end;
     const std::int64_t head = more ? head_ : head_ + 1;
     const SpanRange range = range_of(more ? span + 1 : item_.span_begin);
     const bool known = head < head_end_ && range.begin < range.end && args_.cache.tile_positions == kTile;
-    for (std::int64_t i = 0; i < kAhead; ++i) {
-      const std::int64_t at = range.begin / kTile * kTile + i * kTile;
-      next[i] = known && at < range.end ? reader_.tile_of(head, range, at) : nullptr;
+    const std::int64_t first = range.begin / kTile, count = known ? (range.end + kTile - 1) / kTile - first : 0;
+    for (std::int64_t i = 0; i < kMostAhead; ++i) {
+      if (i < count) {
+        next[i] = reader_.tile_of(head, range, (first + i) * kTile);
+      } else {
+        next[i] = i < 2 * count ? next[i - count] + args_.cache.values : nullptr;
+      }
     }
   }
 
@@ -363,7 +367,7 @@ class HeadTask {
       return;
     }
     for (int i = 0; i < 2; ++i) {
-      const std::byte* ahead = tiles.keys[t - odd + i + kAhead];
+      const std::byte* ahead = tiles.keys[t - odd + i + kAhead<Type>];
       for (std::int64_t at = 0; at < cache.values; at += 64) fetch(ahead + at);
       for (std::int64_t at = cache.key_scales; at < cache.tile_bytes; at += 64) fetch(ahead + at);
     }

@@ -96,18 +96,22 @@ inline constexpr int kPanel = kVectorRegisters >= 32 ? 6 : kVectorRegisters >= 8
 inline constexpr int kWide = kVectorRegisters >= 32 ? 4 : 1;
 
 // Memory is read faster in several streams, and the processor's own guesses end at every block: so while a tile is
-// used, the tile this many places later is fetched.
-inline constexpr int kAhead = 8;
+// used, the tile this many places later is fetched, some 32 KiB ahead. Codes are half as large, or less. Where tiles
+// are multiplied in two passes, each fetches its half, lest memory is idle during the other.
+inline constexpr int kMostAhead = 16;
+
+template <class Type>
+inline constexpr int kAhead = Type::codes ? kMostAhead : kMostAhead / 2;
 
 // Into the second-level cache: in the first one, tiles of the same alignment would push each other out. Always inline,
 // because GCC takes a function that does nothing else for one without effects, and drops calls of it.
 [[gnu::always_inline]] inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Where a span's keys and values lie, 16 positions each. After the last keys follow the first values, and after the
-// last values what is needed next, so that there is always something to fetch.
+// Where a span's keys and values lie, 16 positions each. After the last keys follow the values, and after the last
+// values what is needed next, so that there is always something to fetch.
 struct SpanTiles {
-  const std::byte* keys[kSpan / kTile + kAhead + 1];  // tiles are taken in pairs: one more may be asked for
-  const std::byte* values[kSpan / kTile + kAhead];
+  const std::byte* keys[kSpan / kTile + kMostAhead + 1];  // tiles are taken in pairs: one more may be asked for
+  const std::byte* values[kSpan / kTile + kMostAhead];
   const std::uint16_t* key_scales[kSpan / kTile];
   const std::uint16_t* value_scales[kSpan / kTile];
   const std::uint16_t* value_minimums[kSpan / kTile];
@@ -155,9 +159,8 @@ inline void score_tiles(const typename Type::Input* q, const std::int32_t* start
 #pragma GCC unroll 8
       for (int t = 0; t < Wide; ++t) k[t] = Type::load(keys[t] + 64 * s);
       if constexpr (Fetch) {
-        if (Type::passes == 1 || pass == 0)
 #pragma GCC unroll 8
-          for (int t = 0; t < Wide; ++t) fetch(ahead[t] + 64 * s);
+        for (int t = pass; t < Wide; t += Type::passes) fetch(ahead[t] + 64 * s);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r)
@@ -179,8 +182,9 @@ inline void score_tiles(const typename Type::Input* q, const std::int32_t* start
   }
 }
 
-// Adds to `sums` the weighted values of `value_unit` positions; weights [Rows] are `stride` apart.
-template <class Type, int Rows, int Wide, bool Fetch>
+// Adds to `sums` the weighted values of `value_unit` positions; weights [Rows] are `stride` apart. Of what is ahead, a
+// pass fetches every `Every`-th vector, `Pass` being the first; none where that is 0.
+template <class Type, int Rows, int Wide, int Every, int Pass = 0>
 [[gnu::always_inline]] inline void weigh_step(typename Type::Sum (&sums)[Rows][Wide],
                                               const typename Type::Input* weights, std::int64_t stride,
                                               const std::byte* values, [[maybe_unused]] const std::byte* ahead) {
@@ -188,7 +192,9 @@ template <class Type, int Rows, int Wide, bool Fetch>
 #pragma GCC unroll 8
   for (int n = 0; n < Wide; ++n) {
     v[n] = Type::load(values + 64 * n);
-    if constexpr (Fetch) fetch(ahead + 64 * n);
+    if constexpr (Every > 0) {
+      if (n % Every == Pass) fetch(ahead + 64 * n);
+    }
   }
   if constexpr (Type::value_unit == Type::unit) {
 #pragma GCC unroll 8

@@ -67,11 +67,11 @@ void score_panel(const Queries<Type>& queries, int panel, const SpanTiles& tiles
   const std::byte* const* keys = tiles.keys;
   int t = begin;
   for (; t + kWide <= end; t += kWide)
-    score_tiles<Type, Rows, kWide, Fetch>(q, starts, keys + t, keys + kAhead + t, queries.steps, scores + 16 * t);
+    score_tiles<Type, Rows, kWide, Fetch>(q, starts, keys + t, keys + kAhead<Type> + t, queries.steps, scores + 16 * t);
   if constexpr (kWide > 1) {
     for (; t < end; t += 2) {
       const std::byte* const pair[] = {keys[t], keys[t + 1 < end ? t + 1 : t]};
-      score_tiles<Type, Rows, 2, Fetch>(q, starts, pair, keys + kAhead + t, queries.steps, scores + 16 * t);
+      score_tiles<Type, Rows, 2, Fetch>(q, starts, pair, keys + kAhead<Type> + t, queries.steps, scores + 16 * t);
     }
   }
   if constexpr (Type::codes) {
@@ -192,12 +192,12 @@ inline void weigh_columns(const typename Type::Input* weights, const SpanTiles& 
                           std::int64_t column, std::int64_t width, float* sums) {
   f32x16 total[Rows][Wide];
   start_sums<Type>(total, nullptr, 0);
-  constexpr int steps = kTile / Type::value_unit;
+  constexpr int steps = kTile / Type::value_unit, every = Fetch ? 1 : 0;
 #pragma GCC unroll 1
   for (int i = begin * steps; i < end * steps; ++i) {
     const std::int64_t at = 4 * column + i % steps * 4 * width;
-    weigh_step<Type, Rows, Wide, Fetch>(total, weights + Type::value_unit * i, kSpan, tiles.values[i / steps] + at,
-                                        tiles.values[i / steps + kAhead] + at);
+    weigh_step<Type, Rows, Wide, every>(total, weights + Type::value_unit * i, kSpan, tiles.values[i / steps] + at,
+                                        tiles.values[i / steps + kAhead<Type>] + at);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
@@ -213,12 +213,12 @@ inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups
   const typename Type::Input* x = weights.rows + g * Type::passes * kSpan;
   typename Type::Sum total[Rows][Wide];
   start_sums<Type>(total, weights.starts + g, groups);
-  constexpr int steps = kTile / Type::value_unit;
+  constexpr int steps = kTile / Type::value_unit, every = Fetch ? Type::passes : 0;
 #pragma GCC unroll 1
   for (int i = begin * steps; i < end * steps; ++i) {
     const std::int64_t at = 4 * column + i % steps * 4 * width;
-    weigh_step<Type, Rows, Wide, Fetch>(total, x + Type::value_unit * i, stride, tiles.values[i / steps] + at,
-                                        tiles.values[i / steps + kAhead] + at);
+    weigh_step<Type, Rows, Wide, every>(total, x + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+                                        tiles.values[i / steps + kAhead<Type>] + at);
   }
   if constexpr (Type::passes == 2) {
     typename Type::Sum low[Rows][Wide];
@@ -229,8 +229,8 @@ inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups
 #pragma GCC unroll 1
     for (int i = begin * steps; i < end * steps; ++i) {
       const std::int64_t at = 4 * column + i % steps * 4 * width;
-      weigh_step<Type, Rows, Wide, false>(low, x + kSpan + Type::value_unit * i, stride, tiles.values[i / steps] + at,
-                                          nullptr);
+      weigh_step<Type, Rows, Wide, every, 1>(low, x + kSpan + Type::value_unit * i, stride, tiles.values[i / steps] + at,
+                                             tiles.values[i / steps + kAhead<Type>] + at);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)

@@ -64,10 +64,10 @@ class SpanReader {
         finite = finite && (copied || seen);
       }
     }
-    for (std::int64_t i = 0; i <= kAhead; ++i) tiles.keys[last + i] = tiles.values[least(first + i, last - 1)];
-    for (std::int64_t i = 0; i < kAhead; ++i) {
+    for (std::int64_t i = 0; i < kMostAhead; ++i) {
       tiles.values[last + i] = next[i] == nullptr ? tiles.values[last - 1] : next[i];
     }
+    for (std::int64_t i = 0; i <= kMostAhead; ++i) tiles.keys[last + i] = tiles.values[first + i];
     return finite;
   }
 
