@@ -185,8 +185,8 @@ void quantise_weights(const float* weights, const SpanTiles& tiles, const Visibl
 
 // ------------------------------------------------------------------ weighted values
 
-// Columns [column, column + 16 Wide) of float weights [Rows][kSpan] times values, over tiles [begin, end) -> sums [Rows],
-// `width` apart.
+// Columns [column, column + 16 Wide) of float weights [Rows][kSpan] times values, over tiles [begin, end) -> sums
+// [Rows], `width` apart.
 template <class Type, int Rows, int Wide, bool Fetch>
 inline void weigh_columns(const typename Type::Input* weights, const SpanTiles& tiles, int begin, int end,
                           std::int64_t column, std::int64_t width, float* sums) {
@@ -229,8 +229,8 @@ inline void weigh_code_columns(const Weights<Type>& weights, std::int64_t groups
 #pragma GCC unroll 1
     for (int i = begin * steps; i < end * steps; ++i) {
       const std::int64_t at = 4 * column + i % steps * 4 * width;
-      weigh_step<Type, Rows, Wide, every, 1>(low, x + kSpan + Type::value_unit * i, stride, tiles.values[i / steps] + at,
-                                             tiles.values[i / steps + kAhead<Type>] + at);
+      weigh_step<Type, Rows, Wide, every, 1>(low, x + kSpan + Type::value_unit * i, stride,
+                                             tiles.values[i / steps] + at, tiles.values[i / steps + kAhead<Type>] + at);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)

@@ -69,15 +69,15 @@ struct TileRows {
         end(groups.begin(group_end)) {}
 };
 
-// A strip's weights from k0 on.
+// A strip's weights from k0 on, as nearly as asking for them needs.
 const char* weights_at(const PackedMatrix& weight, std::int64_t strip, std::int64_t k0) {
   const std::int64_t bytes = strip_bytes(weight);
   return static_cast<const char*>(weight.data) + strip * bytes + k0 * (bytes / weight.k);
 }
 
-// What to ask for while the `i`-th of `count` groups of rows is multiplied with a block of `bytes` at `block`. The first
-// group reads the block from memory, the others from a cache, and memory would be idle: so all of them together ask for
-// the block that comes after it.
+// What to ask for while the `i`-th of `count` groups of rows is multiplied with a block of `bytes` at `block`. Were it
+// that block, the first group would wait for memory, and memory be idle while the others compute. So all of them
+// together ask for the block that is read after it.
 Ahead ahead_of(std::int64_t i, std::int64_t count, const char* block, std::int64_t bytes, const char* after) {
   constexpr std::int64_t distance = 2048;
   if (count == 1) return {block + distance, 64};
