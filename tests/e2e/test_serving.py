@@ -182,11 +182,11 @@ def test_never_more_run_than_there_are_seats_and_the_rest_is_seen_waiting(
     watcher.start()
     with ThreadPoolExecutor(40) as pool:
         answers = list(
-            pool.map(lambda seed: complete(client, ids(seed, 20), max_tokens=64, temperature=0), range(200, 240))
+            pool.map(lambda seed: complete(client, ids(seed, 20), max_tokens=400, temperature=0), range(200, 240))
         )
     done.set()
     watcher.join()
-    assert all(answer.usage.completion_tokens == 64 for answer in answers if answer.usage)
+    assert all(answer.usage.completion_tokens == 400 for answer in answers if answer.usage)
     assert 0 < max(running) <= 8
     assert max(waiting) > 0
 
