@@ -26,15 +26,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.goals.overlap import two_ranks
 from benchmarks.goals.verdict import table_of
 from ropeway.bench.overlap import OverlapBench, Sample, between_hosts
-from ropeway.bench.random_model import random_model
 from ropeway.bench.report import reported_to, settings_of
 from ropeway.bench.shapes import SHAPES
 from ropeway.cli.failures import told_plainly
 from ropeway.config import Config
 from ropeway.errors import RopewayError
-from ropeway.settings import resolve
 
 WHOLE, CUT, HALVES = "whole", "micro-batches", "two halves"
 KIND = "many prompts"
@@ -180,14 +179,7 @@ def _main(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Profile a step of two ranks between two network namespaces."""
-    fields = {
-        "model": str(random_model(shape)),
-        "tensor_parallel_size": 2,
-        "kv_blocks": 2 * tokens // 16,
-        "max_model_len": tokens,
-        "max_batched_tokens": tokens,
-    }
-    config = resolve(fields, environ={}, given_as="argument").config
+    config = two_ranks(shape, tokens)
     with reported_to(json_file) as report:
         figures = profile(config, link_rate=link_rate, tokens=tokens, turns=turns)
         settings = settings_of(config) | {"model": shape, "link_rate": link_rate, "tokens": tokens, "turns": turns}

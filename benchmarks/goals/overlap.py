@@ -30,7 +30,7 @@ def measure(*, tokens: int = TOKENS, turns: Mapping[str, int] = TURNS, auto_turn
     try:
         for shape, repeat in turns.items():
             runs = measure_overlap(
-                _config(shape, tokens), tokens=[tokens], fractions=FRACTIONS, fused=False, repeat=repeat
+                two_ranks(shape, tokens), tokens=[tokens], fractions=FRACTIONS, fused=False, repeat=repeat
             )
             outcome.checks += [check for run in runs if run.mode != "serial" for check in _checks(shape, run)]
             outcome.figures[shape] = [asdict(run) for run in runs]
@@ -38,7 +38,7 @@ def measure(*, tokens: int = TOKENS, turns: Mapping[str, int] = TURNS, auto_turn
         rate = runs[len(runs) // 2].link_rate  # of the middle fraction
         assert rate is not None
         sizes = [size for size in AUTO_TOKENS if size <= tokens]
-        table, cut = measure_auto(_config(shape, tokens), rate=rate, tokens=sizes, repeat=auto_turns)
+        table, cut = measure_auto(two_ranks(shape, tokens), rate=rate, tokens=sizes, repeat=auto_turns)
     except NoNetwork as error:
         return Outcome([Check("micro-batches over a link of limited rate", None, 0.95, note=error.message)])
     slowest = max((run.slowest for run in cut), default=1.0)
@@ -49,7 +49,8 @@ def measure(*, tokens: int = TOKENS, turns: Mapping[str, int] = TURNS, auto_turn
     return outcome
 
 
-def _config(shape: str, tokens: int) -> Config:
+def two_ranks(shape: str, tokens: int) -> Config:
+    """For steps of so many tokens; random weights."""
     fields = {
         "model": str(random_model(shape)),
         "tensor_parallel_size": 2,
